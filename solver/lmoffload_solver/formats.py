@@ -1,0 +1,54 @@
+"""Storage formats: how many bytes a tensor of a shape takes in each.
+
+A format is described, not programmed: a block of `block_elements` elements along the last dimension takes `block_bytes` bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from lmoffload_solver.errors import StatedError
+
+
+@dataclass(frozen=True)
+class Format:
+    """A storage format of a tensor."""
+
+    name: str
+    block_elements: int
+    block_bytes: int
+
+    @property
+    def bits_per_element(self) -> float:
+        return 8 * self.block_bytes / self.block_elements
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        Format("fp32", 1, 4),
+        Format("bf16", 1, 2),
+        Format("fp16", 1, 2),
+        # GGUF block formats, as https://github.com/ggml-org/ggml stores them: scale(s) in fp16, then the codes.
+        Format("q8_0", 32, 34),
+        Format("q4_0", 32, 18),
+        Format("q4_1", 32, 20),
+    )
+}
+
+
+def stored_bytes(shape: tuple[int, ...], format_name: str) -> int:
+    """Bytes of a tensor of `shape` in a format.
+
+    Raises:
+        StatedError: the last dimension is not a whole number of blocks, or the format is unknown.
+    """
+    try:
+        fmt = FORMATS[format_name]
+    except KeyError:
+        raise StatedError(f"The storage format {format_name!r} is not known; known are {', '.join(FORMATS)}.") from None
+    last = shape[-1] if shape else 1
+    if last % fmt.block_elements:
+        raise StatedError(f"A tensor of shape {list(shape)} is not a whole number of {format_name} blocks.")
+    return prod(shape) // fmt.block_elements * fmt.block_bytes

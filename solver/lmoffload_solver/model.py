@@ -1,0 +1,80 @@
+"""ModelShape: what a model is, without its weights."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+from pydantic import Field
+
+from lmoffload_solver.value import TensorClass, Value
+
+
+class TensorShape(Value):
+    """One tensor of the checkpoint, named as transformers names the parameter it becomes."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    """Stored format, a key of `formats.FORMATS`."""
+    tensor_class: TensorClass
+    layer: int | None = None
+    """Decoder layer that uses it, or None outside the layers."""
+    is_matrix: bool = False
+    """True for the weight of a linear layer [out_features, in_features] (or the embedding table): a tensor that a kernel reads
+    row by row and that may be streamed. False for vectors (norms, biases), which are always resident."""
+
+
+class LayerShape(Value):
+    """Geometry of one decoder layer's attention and KV cache."""
+
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    key_dim: int = Field(gt=0)
+    value_dim: int = Field(gt=0)
+    window: int | None = None
+    """Tokens that a sliding window keeps; None for full attention."""
+
+
+class ModelShape(Value):
+    """What the model is: made from the configuration and the headers of the weight files alone."""
+
+    schema_version: Literal[1] = 1
+    name: str
+    model_type: str
+    """`model_type` of the transformers configuration, e.g. "llama"."""
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    max_positions: int | None = None
+    layers: tuple[LayerShape, ...]
+    tensors: tuple[TensorShape, ...]
+    """Every tensor once, in the order of the layers. A tied head is not listed: see `tied_head`."""
+    tied_head: bool = False
+    """The output head is the embedding table: one tensor of class "embedding", counted once, loaded once."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorShape]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def by_layer(self) -> tuple[tuple[TensorShape, ...], ...]:
+        """The tensors of each decoder layer."""
+        return tuple(tuple(t for t in self.tensors if t.layer == i) for i in range(self.num_layers))
+
+    @cached_property
+    def embedding(self) -> TensorShape:
+        """The token embedding table [vocab, hidden] (the largest tensor of its class)."""
+        tables = [t for t in self.tensors if t.tensor_class == "embedding" and t.is_matrix]
+        return max(tables, key=lambda t: t.shape[0] * t.shape[-1])
+
+    @cached_property
+    def head(self) -> TensorShape:
+        """The output head [vocab, hidden]: its own tensor, or the embedding table when tied."""
+        if self.tied_head:
+            return self.embedding
+        return next(t for t in self.tensors if t.tensor_class == "head" and t.is_matrix)

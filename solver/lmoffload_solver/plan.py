@@ -1,0 +1,132 @@
+"""Plan: what to do, completely, and what is predicted for it. Field names are the contract of `plan --json`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lmoffload_solver.value import Goal, Quality, Resource, TaskClass, TensorClass, Tier, Value
+from lmoffload_solver.workload import Workload
+
+
+class Named(Value):
+    """Name and digest of the model or machine a plan was made for."""
+
+    name: str
+    digest: str
+
+
+class AttentionPlace(Value):
+    """Where attention runs, per phase."""
+
+    prefill: Tier
+    decode: Tier
+    host_share: float = Field(ge=0, le=1)
+
+
+class TensorPlan(Value):
+    """Format in which a tensor is kept, and its home. Matrices with home "disk" are streamed to the compute tier each step."""
+
+    format: str
+    tier: Tier
+
+
+class WeightsPlan(Value):
+    format: dict[TensorClass, str]
+    bytes: dict[Tier, int]
+    tensors: dict[str, TensorPlan]
+
+
+class KVFormat(Value):
+    key: str
+    value: str
+
+
+class KVPlan(Value):
+    format: KVFormat
+    bytes: dict[Tier, int]
+    homes: tuple[tuple[int, int, Tier], ...]
+    """(layer, micro-batch, tier)."""
+
+
+class HiddenPlan(Value):
+    tier: Tier
+
+
+class KernelsPlan(Value):
+    """Linear kernel of each phase, a key of `lmoffload.kernels.linear.KERNELS`."""
+
+    prefill: str
+    decode: str
+
+
+class Predicted(Value):
+    """Times of the whole job, but `step_s`: one decode step of a full block (mean over its steps)."""
+
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    tokens_per_s: float
+    decode_tokens_per_s: float
+    step_s: float
+    resources: dict[Resource, float]
+    """Busy seconds of each resource."""
+    peak_bytes: dict[Tier, int]
+    """Includes `base_bytes`."""
+    base_bytes: int
+
+
+class PolicyFigures(Value):
+    tokens_per_s: float
+    prefill_s: float
+    decode_s: float
+
+
+class ShadowPrice(Value):
+    """Marginal price of a resource under the plan's discrete choices (a dual of the program)."""
+
+    resource: str
+    unit: Literal["GiB", "GB/s"]
+    gain_tokens_per_s: float
+
+
+class LooserQuality(Value):
+    quality: Quality
+    tokens_per_s: float
+    loss: float | None
+
+
+class Plan(Value):
+    """What to do, completely."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema", serialization_alias="schema")
+    model: Named
+    machine: Named
+    workload: Workload
+    quality: Quality
+    goal: Goal = "throughput"
+    policy: str = "optimal"
+    predicted_by_policy: PolicyFigures | None = None
+    status: Literal["optimal", "time_limit"]
+    bound_tokens_per_s: float
+    gap: float
+    micro_batch: int = Field(gt=0)
+    num_micro_batches: int = Field(gt=0)
+    attention: AttentionPlace
+    weights: WeightsPlan
+    kv: KVPlan
+    hidden: HiddenPlan
+    kernels: KernelsPlan
+    threads: dict[TaskClass, int]
+    prefetch_depth: int = Field(ge=0)
+    """Units read ahead of the one computed; the ring has prefetch_depth + 1 buffers."""
+    predicted: Predicted
+    binding: Resource
+    shadow_prices: tuple[ShadowPrice, ...] = ()
+    looser_quality: tuple[LooserQuality, ...] = ()
+    solve_s: float
+    programs_solved: int
+    remarks: tuple[str, ...] = ()
+
+    model_config = Value.model_config | {"populate_by_name": True, "serialize_by_alias": True}

@@ -1,0 +1,178 @@
+"""The task graph of a plan: one schedule, two interpreters.
+
+`units_of` cuts the model into the units that are computed between two switches of micro-batch: the embedding, each decoder layer, and the
+output head (in pieces no larger than a layer when it is streamed). `block_tasks` generates the zig-zag block lazily: for each step, for each
+unit, for every micro-batch, so that one weight load serves all. `simulate` walks the tasks with predicted seconds, the executor runs them.
+
+Resources are serial servers that take their tasks in graph order, so the simulated time is a max-plus recurrence over this graph.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lmoffload_solver.formats import stored_bytes
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.value import Kind, Resource
+
+PAGE_BYTES = 4096
+"""Direct reads start and end on multiples of this; a stored tensor is read as its aligned superset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [first_row, end_row) of a streamed matrix (of all its leading dimensions flattened)."""
+
+    tensor: str
+    first_row: int
+    end_row: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one micro-batch computes between two switches, and what must be read for it."""
+
+    index: int
+    kind: Literal["embed", "layer", "head"]
+    layer: int | None
+    streamed: tuple[Piece, ...]
+    first_row: int = 0
+    end_row: int = 0
+    """Rows of the output head that this unit computes."""
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Stored bytes moved for this unit."""
+        return sum(piece.num_bytes for piece in self.streamed)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Buffer bytes reserved for this unit: every piece as its aligned superset."""
+        return sum(aligned_bytes(piece.num_bytes) for piece in self.streamed)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task. Its amount is bytes for a transfer; a compute task's amount follows from its unit, micro-batch and step."""
+
+    index: int
+    kind: Kind
+    step: int
+    """0 is the prefill, i the i-th decode step."""
+    unit: int
+    micro_batch: int | None
+    resource: Resource
+    num_bytes: int
+    depends_on: tuple[int, ...]
+    slot: int | None = None
+    """Ring buffer that the task fills (read_weights) or uses (compute)."""
+
+
+def aligned_bytes(num_bytes: int) -> int:
+    """Largest aligned superset of `num_bytes` stored at any offset: whole pages that touch them."""
+    return (num_bytes + 2 * PAGE_BYTES - 2) // PAGE_BYTES * PAGE_BYTES
+
+
+def units_of(model: ModelShape, plan: Plan) -> tuple[Unit, ...]:
+    """The units of a step, in order of computation. Tensors whose home is "disk" are streamed; the embedding table is read row by row
+    where it is looked up, and streams only as the output head."""
+    on_disk = {name for name, tensor in plan.weights.tensors.items() if tensor.tier == "disk"}
+    units = [Unit(0, "embed", None, ())]
+    for layer in range(model.num_layers):
+        pieces = tuple(
+            Piece(t.name, 0, _rows(t.shape), stored_bytes(t.shape, plan.weights.tensors[t.name].format))
+            for t in model.by_layer[layer]
+            if t.name in on_disk
+        )
+        units.append(Unit(len(units), "layer", layer, pieces))
+    head = model.head
+    num_rows = _rows(head.shape)
+    if head.name not in on_disk:
+        units.append(Unit(len(units), "head", None, (), 0, num_rows))
+        return tuple(units)
+    row_bytes = stored_bytes(head.shape, plan.weights.tensors[head.name].format) // num_rows
+    largest = max((unit.streamed_bytes for unit in units), default=0) or HEAD_PIECE_BYTES
+    rows = max(1, min(num_rows, largest // row_bytes))
+    for first in range(0, num_rows, rows):
+        end = min(num_rows, first + rows)
+        piece = Piece(head.name, first, end, (end - first) * row_bytes)
+        units.append(Unit(len(units), "head", None, (piece,), first, end))
+    return tuple(units)
+
+
+HEAD_PIECE_BYTES = 16 * 2**20
+"""Size of the pieces of a streamed head when no layer streams."""
+
+
+def slot_bytes(units: tuple[Unit, ...]) -> int:
+    """Bytes of one ring buffer: the largest unit's."""
+    return max(unit.slot_bytes for unit in units)
+
+
+def num_slots(units: tuple[Unit, ...], prefetch_depth: int) -> int:
+    """Ring buffers needed: one more than are read ahead, none when nothing streams, never more than there are streaming units."""
+    streaming = sum(1 for unit in units if unit.streamed)
+    return min(prefetch_depth + 1, streaming)
+
+
+def block_tasks(
+    units: tuple[Unit, ...], num_steps: int, num_micro_batches: int, prefetch_depth: int
+) -> Iterator[Task]:
+    """Tasks of one block: `num_steps` steps (the prefill and the decode steps) of all its micro-batches.
+
+    A unit's read waits until every micro-batch has computed the unit that used the same ring buffer before. Reads are emitted
+    `prefetch_depth` streaming units ahead of the compute tasks, across steps, so a walker that runs compute tasks in place never
+    starves the reader.
+    """
+    slots = num_slots(units, prefetch_depth)
+    streaming = [unit for unit in units if unit.streamed]
+    reads = ((step, unit) for step in range(num_steps) for unit in streaming)
+    users: dict[int, tuple[int, ...]] = {}
+    read_task: deque[tuple[int, int]] = deque()
+    next_index = 0
+    next_slot = 0
+
+    def read_next() -> Iterator[Task]:
+        nonlocal next_index, next_slot
+        upcoming = next(reads, None)
+        if upcoming is None:
+            return
+        step, unit = upcoming
+        task = Task(
+            next_index, "read_weights", step, unit.index, None, "disk_read", unit.streamed_bytes,
+            users.pop(next_slot, ()), next_slot,
+        )  # fmt: skip
+        read_task.append((task.index, next_slot))
+        next_slot = (next_slot + 1) % slots
+        next_index += 1
+        yield task
+
+    for _ in range(slots - 1 if slots else 0):
+        yield from read_next()
+    for step in range(num_steps):
+        for unit in units:
+            depends: tuple[int, ...] = ()
+            slot = None
+            if unit.streamed:
+                yield from read_next()
+                waited, slot = read_task.popleft()
+                depends = (waited,)
+            indices = []
+            for micro_batch in range(num_micro_batches):
+                yield Task(next_index, "compute", step, unit.index, micro_batch, "host_compute", 0, depends, slot)
+                indices.append(next_index)
+                next_index += 1
+            if slot is not None:
+                users[slot] = tuple(indices)
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
