@@ -22,6 +22,9 @@ from lmoffload_solver.value import Kind, Resource
 PAGE_BYTES = 4096
 """Direct reads start and end on multiples of this; a stored tensor is read as its aligned superset."""
 
+READ_REQUEST_BYTES = 4 * 2**20
+"""Largest single request to a disk; a unit's read is cut into requests of this size, several in flight."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -1,0 +1,102 @@
+"""The disk as a resource: a serial server of read tasks, several requests in flight within each."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lmoffload.executor.buffers import Slab
+from lmoffload.executor.direct_file import DirectFile
+from lmoffload.executor.extents import Extent
+from lmoffload_solver.schedule import READ_REQUEST_BYTES
+
+
+@dataclass(slots=True)
+class Reading:
+    """A read task under way: set `done` when its bytes are there, or `error` when they will never be."""
+
+    extents: Sequence[Extent]
+    buffer: Slab
+    ready: Callable[[threading.Event], bool]
+    """Waits until the buffer is free; False when the run is being stopped (its argument) meanwhile."""
+    done: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+    begin_s: float = 0.0
+    end_s: float = 0.0
+
+    def wait(self) -> None:
+        """Block until the bytes are there; raises the error of the I/O threads."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class DiskReader:
+    """Reads extents in the order they are enqueued, `threads` requests in flight, in threads that release the GIL."""
+
+    def __init__(self, files: Sequence[Path], threads: int) -> None:
+        self._files = {path: DirectFile(path) for path in files}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lmoffload-read")
+        self._queue: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._server = threading.Thread(target=self._serve, name="lmoffload-disk", daemon=True)
+        self._server.start()
+
+    @property
+    def buffered_files(self) -> tuple[Path, ...]:
+        """Files whose file system refused direct reads."""
+        return tuple(path for path, file in self._files.items() if not file.direct)
+
+    def enqueue(self, reading: Reading) -> None:
+        """Add a read task to the queue."""
+        self._queue.put(reading)
+
+    def read(self, extents: Sequence[Extent], buffer: Slab) -> None:
+        """Read now, in the calling thread's time."""
+        requests = [
+            (self._files[e.file], buffer.view[e.place + at : e.place + min(at + READ_REQUEST_BYTES, e.num_bytes)], e.offset + at)
+            for e in extents
+            for at in range(0, e.num_bytes, READ_REQUEST_BYTES)
+        ]
+        futures = [self._pool.submit(file.read_into, view, offset) for file, view, offset in requests]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def discard(self) -> None:
+        """Drop every queued read and wait for the one under way."""
+        self._stop.set()
+        drained = Reading((), Slab(0), lambda _stop: True)
+        self._queue.put(drained)
+        drained.done.wait()
+        self._stop.clear()
+
+    def close(self) -> None:
+        """End all threads and close the files."""
+        self._stop.set()
+        self._queue.put(None)
+        self._server.join()
+        self._pool.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+
+    def _serve(self) -> None:
+        while (reading := self._queue.get()) is not None:
+            try:
+                if self._stop.is_set() or not reading.ready(self._stop):
+                    continue
+                reading.begin_s = time.perf_counter()
+                self.read(reading.extents, reading.buffer)
+                reading.end_s = time.perf_counter()
+            except BaseException as error:  # surfaces in the thread that waits for the bytes
+                reading.error = error
+            finally:
+                reading.done.set()

@@ -1,0 +1,55 @@
+"""What goes into the engine and what comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; None leaves it to the model's own generation configuration.
+
+    temperature 0 is greedy. The seed and the request's id alone decide a row's random numbers, never its batch.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion; the engine needs `decode` for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What came of one prompt. `token_ids` leaves the end token out."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    finish_reason: Literal["stop", "length", "error"]
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a job has come."""
+
+    step: int
+    num_steps: int
+    """Steps of the current block: its prefill and decode steps."""
+    block: int
+    num_blocks: int
+    tokens_generated: int
+    elapsed_s: float

@@ -1,0 +1,125 @@
+"""Swap a meta-device model's linear layers, vectors and layer boundaries for ones that we feed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
+from lmoffload.modeling.linear import BoundHead, BoundLinear
+from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver.errors import StatedError
+from lmoffload_solver.model import ModelShape
+
+
+def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The model's list of decoder layers.
+
+    Raises:
+        StatedError: there is not exactly one list of that many layers with attention in them.
+    """
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and _attentions(module[0])
+    ]
+    if len(lists) != 1:
+        raise StatedError(f"{type(model).__name__} does not have one list of {num_layers} decoder layers, so it cannot be run yet.")
+    return lists[0]
+
+
+def bind(
+    model: Any,
+    shape: ModelShape,
+    runtime: Runtime,
+    vectors: Mapping[str, torch.Tensor],
+    layer_units: tuple[int, ...],
+) -> None:
+    """Bind `model` (on the meta device) to a runtime, once.
+
+    Args:
+        model: a transformers causal language model.
+        shape: what the checkpoint holds; its matrices become `BoundLinear`s.
+        runtime: what the swapped parts ask.
+        vectors: every resident tensor that is not a linear layer's matrix, fp32, by parameter name.
+        layer_units: unit index of each decoder layer.
+
+    Raises:
+        StatedError: a parameter of the model is not fed by the checkpoint, or a tensor of the checkpoint feeds none.
+    """
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    fed: set[str] = set()
+    names = {module: name for name, module in model.named_modules()}
+    for tensor in shape.tensors:
+        if not tensor.is_matrix or tensor.name in (shape.embedding.name, shape.head.name):
+            continue
+        owner = tensor.name.removesuffix(".weight")
+        module = _submodule(model, owner)
+        if not isinstance(module, nn.Linear):
+            raise StatedError(f"The tensor {tensor.name} is a matrix but {owner or 'its owner'} is not a linear layer.")
+        bias = vectors.get(f"{owner}.bias") if module.bias is not None else None
+        _replace(model, owner, BoundLinear(tensor.name, runtime, bias))
+        fed |= {tensor.name, f"{owner}.bias"}
+    head_bias = vectors.get(f"{names[head]}.bias") if getattr(head, "bias", None) is not None else None
+    _replace(model, names[head], BoundHead(shape.vocab_size, runtime, head_bias))
+    fed |= {shape.head.name, shape.embedding.name, f"{names[head]}.bias"}
+    embedding_name = f"{names[embedding]}.weight"
+    for name, parameter in list(model.named_parameters()):
+        if name == embedding_name:
+            continue  # bound to the looked-up rows at every step
+        value = vectors.get(name)
+        if value is None:
+            raise StatedError(f"The parameter {name} of {type(model).__name__} is fed by no tensor of the checkpoint.")
+        if tuple(value.shape) != tuple(parameter.shape):
+            raise StatedError(f"The tensor {name} has shape {list(value.shape)}, but the model needs {list(parameter.shape)}.")
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+        fed.add(name)
+    unused = [name for name in vectors if name not in fed]
+    if unused:
+        raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
+    _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
+
+
+def lookup(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Bind the embedding table to `rows` [T, hidden] and return the ids [1, T] that look them up in order.
+
+    So the model's own embedding module runs, with whatever it does beside the lookup, over a table of just the rows needed.
+    """
+    model.get_input_embeddings().weight = nn.Parameter(rows, requires_grad=False)
+    return torch.arange(rows.shape[0]).unsqueeze(0)
+
+
+def _bind_layers(layers: nn.ModuleList, runtime: Runtime, layer_units: tuple[int, ...]) -> None:
+    for layer, unit in zip(layers, layer_units, strict=True):
+        layer.forward = _switching(layer.forward, runtime, unit)
+        for attention in _attentions(layer):
+            setattr(attention, RUNTIME_ATTRIBUTE, runtime)
+
+
+def _switching(forward: Callable[..., Any], runtime: Runtime, unit: int) -> Callable[..., Any]:
+    def reach_then_forward(*args: Any, **kwargs: Any) -> Any:
+        runtime.reach(unit)
+        return forward(*args, **kwargs)
+
+    return reach_then_forward
+
+
+def _attentions(layer: nn.Module) -> list[nn.Module]:
+    return [module for module in layer.modules() if hasattr(module, "layer_idx") and hasattr(module, "is_causal")]
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise StatedError(f"The checkpoint's tensor {name}.weight has no place in {type(model).__name__}.") from error
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, module)

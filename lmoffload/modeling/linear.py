@@ -1,0 +1,51 @@
+"""Linear layers that take their weight from the runtime."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lmoffload.kernels.linear import linear
+from lmoffload.modeling.runtime import Runtime
+
+
+class BoundLinear(nn.Module):
+    """A linear layer whose weight lies in a resident slab or in the current ring buffer."""
+
+    def __init__(self, name: str, runtime: Runtime, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.name = name
+        self.runtime = runtime
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] fp32 -> [..., N] fp32."""
+        matrix = self.runtime.weights.matrix(self.name)
+        rows = x.reshape(-1, x.shape[-1])
+        out = linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool, self.bias)
+        return out.view(*x.shape[:-1], matrix.n)
+
+
+class BoundHead(nn.Module):
+    """The output head, computed in the pieces of its units, with a switch of micro-batch before each."""
+
+    def __init__(self, vocab_size: int, runtime: Runtime, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.runtime = runtime
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [1, R, hidden] (the positions whose logits are asked for) -> [1, R, vocabulary]."""
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = torch.empty(rows.shape[0], self.vocab_size)
+        for unit in self.runtime.head_units:
+            self.runtime.reach(unit)
+            matrix, first, end = self.runtime.weights.head_piece(unit)
+            bias = None if self.bias is None else self.bias[first:end]
+            kernel = self.runtime.kernel(matrix.format)
+            if first == 0 and end == self.vocab_size:
+                out = linear(rows, matrix, kernel, self.runtime.pool, bias)
+            else:
+                out[:, first:end] = linear(rows, matrix, kernel, self.runtime.pool, bias)
+        return out.unsqueeze(0)

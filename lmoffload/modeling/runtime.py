@@ -1,0 +1,68 @@
+"""What the swapped parts of a model ask for while a micro-batch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import greenlet
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmoffload.kernels.matrix import Matrix
+    from lmoffload.kernels.pool import Pool
+
+
+class Weights(Protocol):
+    """Where the matrices of the unit being computed are found."""
+
+    def matrix(self, name: str) -> Matrix:
+        """The stored matrix of this parameter name, resident or in the current ring buffer."""
+
+    def head_piece(self, unit: int) -> tuple[Matrix, int, int]:
+        """(matrix, first_row, end_row) of the output head that this unit computes."""
+
+
+class Attend(Protocol):
+    """Attention of the current micro-batch at one layer: stores the new keys and values, then attends."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] -> [T, heads, value_dim]."""
+
+
+class Runtime:
+    """State shared by every swapped module of one model. All of it is used from one thread, between switches of greenlets."""
+
+    def __init__(self, weights: Weights, pool: Pool, head_units: tuple[int, ...]) -> None:
+        self.weights = weights
+        self.pool = pool
+        self.head_units = head_units
+        self.kernel: Callable[[str], str] = _no_kernel
+        """Linear kernel of the current phase for a stored format."""
+        self.attend: Attend | None = None
+        """Attention of the micro-batch that computes now."""
+
+    @staticmethod
+    def reach(unit: int) -> None:
+        """Hand control back to the scheduler at the start of a unit; returns when the unit is to be computed.
+
+        Outside a scheduler's greenlet (a plain forward) it returns at once.
+        """
+        parent = greenlet.getcurrent().parent
+        if parent is not None:
+            parent.switch(unit)
+
+
+def _no_kernel(_format: str) -> str:
+    raise AssertionError("no phase has begun")
