@@ -1,0 +1,142 @@
+"""A pool of threads that run serial kernels side by side."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+
+Job = Callable[[], None]
+
+
+class Pool:
+    """`threads` threads of computation: the caller of `run` and `threads - 1` workers that sleep while there is nothing to do.
+
+    The caller takes part, so that a pool of one costs nothing and a wake-up less is paid otherwise. While jobs run, torch's own threads
+    are 1 in the workers and in the caller: the kernels' bits rest on serial products.
+
+    Args:
+        threads: at least 1.
+        cores: the cores to bind to, one for each thread, or None; the first is the caller's, who binds itself if it wants to.
+    """
+
+    def __init__(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        assert threads >= 1, "a pool needs a thread"
+        assert cores is None or len(cores) >= threads, "a pool needs a core for each thread"
+        self.threads = threads
+        self._running = threading.Lock()
+        self._owner: int | None = None
+        self._closed = False
+        self._workers = [_Worker(None if cores is None else cores[i]) for i in range(1, threads)]
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        """Run every job, each on one of the threads; all have ended when this returns.
+
+        Jobs are handed out in order as threads become free. They must not call `run` of the same pool. After an exception no further
+        job is begun, and the first exception is raised here.
+        """
+        assert self._owner != threading.get_ident(), "a job called run() of the pool that runs it"
+        with self._running:
+            assert not self._closed, "the pool is closed"
+            self._owner = threading.get_ident()
+            torch_threads = torch.get_num_threads()
+            if torch_threads != 1:
+                torch.set_num_threads(1)
+            try:
+                self._run(jobs)
+            finally:
+                self._owner = None
+                if torch_threads != 1:
+                    torch.set_num_threads(torch_threads)
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        batch = _Batch(jobs)
+        helpers = self._workers[: max(0, len(jobs) - 1)]
+        for worker in helpers:
+            worker.start(batch)
+        interrupt: BaseException | None = None
+        batch.work()
+        for worker in helpers:
+            while True:  # the jobs' buffers are the caller's: nobody leaves before all have ended, Ctrl-C included
+                try:
+                    worker.wait()
+                    break
+                except KeyboardInterrupt as error:
+                    interrupt = error
+        if batch.error is not None:
+            raise batch.error
+        if interrupt is not None:
+            raise interrupt
+
+    def close(self) -> None:
+        """End the workers; a closed pool runs nothing. Closing twice is allowed."""
+        with self._running:
+            self._closed = True
+            for worker in self._workers:
+                worker.stop()
+            self._workers = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Batch:
+    """The jobs of one `run`, taken one by one by whoever is free."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs = jobs
+        self._next = itertools.count()
+        self.error: BaseException | None = None
+
+    def work(self) -> None:
+        try:
+            while self.error is None and (index := next(self._next)) < len(self._jobs):
+                self._jobs[index]()
+        except BaseException as error:
+            if self.error is None:
+                self.error = error
+
+
+class _Worker:
+    """A sleeping thread. Two locks serve as its binary semaphores: the cheapest wake-up that Python has."""
+
+    def __init__(self, core: int | None) -> None:
+        self._batch: _Batch | None = None
+        self._wake = threading.Lock()
+        self._done = threading.Lock()
+        self._wake.acquire()
+        self._done.acquire()
+        self._thread = threading.Thread(target=self._loop, args=(core,), name="lmoffload-compute", daemon=True)
+        self._thread.start()
+
+    def start(self, batch: _Batch) -> None:
+        self._batch = batch
+        self._wake.release()
+
+    def wait(self) -> None:
+        self._done.acquire()
+
+    def stop(self) -> None:
+        self._batch = None
+        self._wake.release()
+        self._thread.join()
+
+    def _loop(self, core: int | None) -> None:
+        torch.set_num_threads(1)
+        if core is not None:
+            os.sched_setaffinity(0, {core})
+        while True:
+            self._wake.acquire()
+            batch = self._batch
+            if batch is None:
+                return
+            batch.work()
+            self._batch = batch = None  # a sleeping worker keeps no job, hence no tensor, alive
+            self._done.release()
