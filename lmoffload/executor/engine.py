@@ -1,0 +1,243 @@
+"""The engine: a plan opened, and the jobs it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from math import gcd
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lmoffload.executor import process
+from lmoffload.executor.block import BlockRunner
+from lmoffload.executor.meter import Meter
+from lmoffload.executor.micro_batch import MicroBatch, Row, make_row
+from lmoffload.executor.reader import DiskReader
+from lmoffload.executor.request import Completion, Progress, Request
+from lmoffload.executor.sampling import stop_token_ids
+from lmoffload.executor.weights import WeightStore
+from lmoffload.kernels.linear import KERNELS, kernels_for, verify_row_invariance
+from lmoffload.kernels.pool import Pool
+from lmoffload.modeling.bind import bind
+from lmoffload.modeling.build import build_model
+from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver.errors import StatedError
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.schedule import units_of
+from lmoffload_solver.workload import Workload
+
+if TYPE_CHECKING:
+    from lmoffload.checkpoint import Checkpoint
+
+VECTOR_ELEMENTS = 64
+"""Elements that torch's vectorised loops take at once (four AVX-512 registers); what is left over goes through scalar code whose
+transcendental functions may differ in the last bit. A step's tokens are padded so that nothing is left over."""
+
+
+class Engine:
+    """Runs one plan on one checkpoint.
+
+    Args:
+        checkpoint: the opened model.
+        plan: made for this model.
+        decode: text of token ids, needed for stop strings.
+        tokenizer_eos: the tokenizer's end token, used where neither the generation configuration nor the model's names one.
+        keep_spans: keep every task's begin and end (`meter.spans`).
+
+    Raises:
+        StatedError: the plan is of another model, or does not hold on it.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        tokenizer_eos: int | None = None,
+        keep_spans: bool = False,
+    ) -> None:
+        from lmoffload.checkpoint import transformers_config
+
+        if plan.model.digest != checkpoint.fingerprint:
+            raise StatedError(f"The plan was made for the model {plan.model.name!r}, not for {checkpoint.shape.name!r}: make a new plan.")
+        torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
+        process.reset_peak()
+        self.plan, self.shape = plan, checkpoint.shape
+        self._bytes_read_before = process.bytes_read_from_disk()
+        self._generation = dict(checkpoint.generation_config or {})
+        self._stop_ids = stop_token_ids(self._generation, checkpoint.config, tokenizer_eos)
+        self._decode = decode
+        self.meter = Meter(keep_spans=keep_spans)
+        self.remarks: list[str] = []
+        units = units_of(self.shape, plan)
+        model = build_model(transformers_config(checkpoint))
+        self.base_bytes = process.resident_bytes()
+        self._pool = Pool(plan.threads.get("compute", 1))
+        self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
+        try:
+            self.weights = WeightStore(checkpoint, plan, units, self._reader)
+            self._check_bytes()
+            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"))
+            layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
+            bind(model, self.shape, runtime, self.weights.vectors, layer_units)
+            self._check_rows()
+            self._blocks = BlockRunner(model, units, plan, runtime, self.weights, self._reader, self.meter)
+        except BaseException:
+            self.close()
+            raise
+        for path in self._reader.buffered_files:
+            self.remarks.append(f"Direct reads of {path.name} are refused by its file system; it is read through the page cache.")
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_done: Callable[[Completion], None] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ) -> list[Completion]:
+        """Complete every prompt; completions in the order of the requests.
+
+        A request that cannot be run (an empty prompt, a meaningless setting) becomes a completion with `error`.
+
+        Args:
+            on_done: called with each completion as soon as it is finished.
+            on_progress: called after every step.
+
+        Raises:
+            StatedError: the requests need more memory than the plan has, or a device failed.
+        """
+        done: dict[int, Completion] = {}
+
+        def finish(index: int, completion: Completion) -> None:
+            done[index] = completion
+            if on_done is not None:
+                on_done(completion)
+
+        rows: list[tuple[int, Row]] = []
+        for index, request in enumerate(requests):
+            try:
+                rows.append((index, make_row(request, self._generation, self.shape.vocab_size)))
+            except StatedError as error:
+                finish(index, Completion(request.id, (), len(request.token_ids), "error", str(error)))
+        places = {id(row): index for index, row in rows}
+        blocks = self._split([row for _, row in rows])
+        began = time.perf_counter()
+        for number, block in enumerate(blocks):
+            num_steps = max(row.request.max_new_tokens for batch in block for row in batch.rows)
+            full = len(block) == self.plan.num_micro_batches and all(len(batch.rows) == self.plan.micro_batch for batch in block)
+            for step, finished in self._blocks.run(block, num_steps, full, self._stop_ids, self._decode):
+                for row in finished:
+                    finish(places[id(row)], _completion(row))
+                if on_progress is not None:
+                    elapsed = time.perf_counter() - began
+                    on_progress(Progress(step, num_steps, number, len(blocks), self.meter.tokens, elapsed))
+        return [done[index] for index in range(len(requests))]
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Log-probability of every token but the first of each prompt, given those before it: one fp32 tensor [tokens − 1] a prompt."""
+        rows = [make_row(Request(str(i), tuple(prompt), 1), {}, self.shape.vocab_size) for i, prompt in enumerate(prompts)]
+        scores: dict[int, torch.Tensor] = {}
+        for block in self._split(rows, every_logit=True):
+            for _ in self._blocks.run(block, 1, False, frozenset(), None):
+                pass
+            for batch in block:
+                scores.update({id(row): score for row, score in zip(batch.rows, batch.scores, strict=True)})
+        return [scores[id(row)] for row in rows]
+
+    def first_logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits after each prompt, [prompts, vocabulary] fp32: what the first generated token is chosen from."""
+        rows = [make_row(Request(str(i), tuple(prompt), 1), {}, self.shape.vocab_size) for i, prompt in enumerate(prompts)]
+        kept: list[torch.Tensor] = []
+        for block in self._split(rows, keep_logits=True):
+            for _ in self._blocks.run(block, 1, False, frozenset(), None):
+                pass
+            kept += [batch.kept_logits[0] for batch in block]
+        return torch.cat(kept)
+
+    def close(self) -> None:
+        """End every thread; the engine cannot be used afterwards."""
+        self._reader.close()
+        self._pool.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from disk since the engine was opened, as the kernel counts them."""
+        return process.bytes_read_from_disk() - self._bytes_read_before
+
+    def _split(self, rows: Sequence[Row], *, every_logit: bool = False, keep_logits: bool = False) -> list[list[MicroBatch]]:
+        """Blocks of micro-batches, in the order given. Caches are allocated when a block begins."""
+        size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
+        batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+        made = [
+            MicroBatch(i % per_block, batch, self.shape, self._pool, self._token_multiple(), every_logit, keep_logits)
+            for i, batch in enumerate(batches)
+        ]
+        blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]
+        planned = self.plan.kv.bytes.get("host", 0)
+        needed = max((sum(batch.cache_bytes for batch in block) for block in blocks), default=0)
+        if needed > planned and not (every_logit or keep_logits):
+            longest = max(len(row.tokens) + row.request.max_new_tokens for row in rows)
+            raise StatedError(
+                f"These prompts need {needed} bytes of KV cache in a block where the plan has {planned}: "
+                f"make a plan for prompts and completions of up to {longest} tokens."
+            )
+        return blocks
+
+    def _token_multiple(self) -> int:
+        sizes = [self.shape.hidden_size, self.shape.intermediate_size]
+        sizes += [size for layer in self.shape.layers for size in (layer.key_dim, layer.value_dim)]
+        return max(4, *(VECTOR_ELEMENTS // gcd(VECTOR_ELEMENTS, size) for size in sizes))
+
+    def _check_bytes(self) -> None:
+        """Bytes in memory are the plan's, exactly: an option that was accepted but has no effect is a fault."""
+        planned = sum(size for tier, size in self.plan.weights.bytes.items() if tier != "disk")
+        vectors = sum(_stored_bytes(self.shape, name) for name in self.weights.vectors)
+        got = self.weights.resident_bytes + vectors
+        if got != planned:
+            raise StatedError(f"The weights in memory take {got} bytes where the plan has {planned}: make a new plan.")
+
+    def _check_rows(self) -> None:
+        """Every kernel gives a row the same bits in any batch, for every shape of this model."""
+        checked = set()
+        for tensor in self.shape.tensors:
+            if not tensor.is_matrix:
+                continue
+            for kernel in {phase_kernel(self.plan.kernels.prefill, tensor.format), phase_kernel(self.plan.kernels.decode, tensor.format)}:
+                case = (kernel, tensor.format, tensor.shape[-1])
+                if case not in checked:
+                    checked.add(case)
+                    verify_row_invariance(kernel, tensor.format, min(tensor.shape[-2], 512), tensor.shape[-1])
+
+
+def phase_kernel(planned: str, format_name: str) -> str:
+    """The planned kernel where it takes the format, else the format's first one."""
+    return planned if format_name in KERNELS[planned].formats else kernels_for(format_name)[0]
+
+
+def workload_of(requests: Sequence[Request]) -> Workload:
+    """The workload that these requests are."""
+    longest = max((request.max_new_tokens for request in requests), default=1)
+    return Workload.of_lengths([len(request.token_ids) for request in requests], longest)
+
+
+def _completion(row: Row) -> Completion:
+    assert row.finish_reason is not None
+    return Completion(row.request.id, tuple(row.generated), len(row.request.token_ids), row.finish_reason)
+
+
+def _stored_bytes(shape: ModelShape, name: str) -> int:
+    from lmoffload_solver.formats import stored_bytes
+
+    tensor = shape.by_name[name]
+    return stored_bytes(tensor.shape, tensor.format)
+
+

@@ -1,0 +1,150 @@
+"""The weights of a running plan: resident ones in slabs, streamed ones in ring buffers, table rows looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from lmoffload.executor.buffers import Slab
+from lmoffload.executor.extents import Layout, Source, lay_out
+from lmoffload.executor.reader import DiskReader
+from lmoffload.kernels.matrix import Matrix, reference_widen
+from lmoffload_solver.formats import stored_bytes
+from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.schedule import PAGE_BYTES, Piece, Unit, aligned_bytes, num_slots, slot_bytes
+
+
+class StoredSource(Source, Protocol):
+    """The place of a tensor, with the order of its rows where the file keeps them in another."""
+
+    @property
+    def row_order(self) -> np.ndarray | None: ...
+
+
+class StoredTensors(Protocol):
+    """What the executor asks of a checkpoint."""
+
+    @property
+    def shape(self) -> ModelShape: ...
+    def source(self, name: str) -> StoredSource: ...
+    def read_array(self, name: str) -> np.ndarray: ...
+
+
+class WeightStore:
+    """Finds the matrices of the unit that computes now."""
+
+    def __init__(self, tensors: StoredTensors, plan: Plan, units: tuple[Unit, ...], reader: DiskReader) -> None:
+        self._tensors = tensors
+        self._shape = tensors.shape
+        self._units = units
+        self._reader = reader
+        streaming = [unit for unit in units if unit.streamed]
+        self.ring = [Slab(slot_bytes(units)) for _ in range(num_slots(units, plan.prefetch_depth))]
+        self.layouts: dict[int, Layout] = {unit.index: self._lay_out(unit.streamed) for unit in streaming}
+        for unit in streaming:
+            assert self.layouts[unit.index].num_bytes <= slot_bytes(units)
+        self._row_orders = {t.name: self._row_order(t) for t in self._shape.tensors if t.is_matrix}
+        self.resident_bytes = 0
+        self._resident = self._load_resident(plan)
+        self._current: dict[str, Matrix] = {}
+        self._head: tuple[Matrix, int, int] | None = None
+        self.vectors = {t.name: self._widened(t) for t in self._shape.tensors if not t.is_matrix}
+
+    @property
+    def ring_bytes(self) -> int:
+        return sum(slab.num_bytes for slab in self.ring)
+
+    def bind(self, unit: Unit, slot: int | None) -> None:
+        """Make the unit's streamed matrices, read into this ring buffer, the current ones."""
+        self._current = {}
+        if slot is not None:
+            layout, buffer = self.layouts[unit.index], self.ring[slot]
+            for piece, place in zip(unit.streamed, layout.piece_places, strict=True):
+                data = buffer.bytes[place : place + piece.num_bytes]
+                self._current[piece.tensor] = self._matrix(self._shape.by_name[piece.tensor], data, piece.first_row, piece.end_row)
+        if unit.kind == "head":
+            name = self._shape.head.name
+            matrix = self._current[name] if slot is not None else self._resident[name]
+            self._head = (matrix, unit.first_row, unit.end_row)
+
+    def matrix(self, name: str) -> Matrix:
+        """The whole matrix of a parameter, resident or in the current ring buffer."""
+        found = self._resident.get(name) or self._current.get(name)
+        assert found is not None, f"{name} is neither resident nor in the current buffer"
+        return found
+
+    def head_piece(self, unit: int) -> tuple[Matrix, int, int]:
+        """(matrix, first_row, end_row) of the head rows that `unit` computes."""
+        assert self._head is not None
+        return self._head
+
+    def table_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows."""
+        table = self._shape.embedding
+        wanted, inverse = np.unique(np.asarray(token_ids, dtype=np.int64), return_inverse=True)
+        resident = self._resident.get(table.name)
+        if resident is not None:
+            rows = [resident.rows(int(i), int(i) + 1).data for i in wanted]
+        else:
+            rows = self._rows_on_disk(table, wanted)
+        gathered = Matrix(torch.cat(rows), table.format, len(rows), table.shape[-1])
+        return reference_widen(gathered)[torch.from_numpy(inverse)]
+
+    def _rows_on_disk(self, table: TensorShape, wanted: np.ndarray) -> list[torch.Tensor]:
+        row_bytes = stored_bytes(table.shape[-1:], table.format)
+        pieces = [Piece(table.name, int(i), int(i) + 1, row_bytes) for i in wanted]
+        layout = self._lay_out(pieces)
+        buffer = Slab(layout.num_bytes)
+        self._reader.read(layout.extents, buffer)
+        return [buffer.bytes[place : place + row_bytes] for place in layout.piece_places]
+
+    def _load_resident(self, plan: Plan) -> dict[str, Matrix]:
+        """Read every matrix with a home in memory, each file in the order of its bytes, one slab per decoder layer and one for the rest."""
+        groups: dict[int | None, list[TensorShape]] = {}
+        for tensor in self._shape.tensors:
+            if tensor.is_matrix and plan.weights.tensors[tensor.name].tier != "disk":
+                groups.setdefault(tensor.layer, []).append(tensor)
+        resident: dict[str, Matrix] = {}
+        for tensors in groups.values():
+            pieces = [Piece(t.name, 0, _num_rows(t), stored_bytes(t.shape, t.format)) for t in tensors]
+            layout = self._lay_out(pieces)
+            slab = Slab(layout.num_bytes)
+            self._reader.read(layout.extents, slab)
+            self.resident_bytes += sum(piece.num_bytes for piece in pieces)
+            for tensor, piece, place in zip(tensors, pieces, layout.piece_places, strict=True):
+                resident[tensor.name] = self._matrix(tensor, slab.bytes[place : place + piece.num_bytes], 0, piece.end_row)
+        return resident
+
+    def _lay_out(self, pieces: Sequence[Piece]) -> Layout:
+        sizes = [piece.num_bytes // (piece.end_row - piece.first_row) for piece in pieces]
+        return lay_out(pieces, [self._tensors.source(piece.tensor) for piece in pieces], sizes)
+
+    def _matrix(self, tensor: TensorShape, data: torch.Tensor, first_row: int, end_row: int) -> Matrix:
+        order = self._row_orders[tensor.name]
+        assert order is None or (first_row, end_row) == (0, _num_rows(tensor)), "a permuted matrix is never cut"
+        return Matrix(data, tensor.format, end_row - first_row, tensor.shape[-1], order)
+
+    def _row_order(self, tensor: TensorShape) -> torch.Tensor | None:
+        order = self._tensors.source(tensor.name).row_order
+        return None if order is None else torch.from_numpy(np.ascontiguousarray(order))
+
+    def _widened(self, tensor: TensorShape) -> torch.Tensor:
+        raw = torch.from_numpy(np.array(self._tensors.read_array(tensor.name), dtype=np.uint8, copy=True).reshape(-1))
+        columns = tensor.shape[-1] if tensor.shape else 1
+        order = self._row_orders.get(tensor.name) if tensor.name in self._row_orders else self._row_order(tensor)
+        matrix = Matrix(raw, tensor.format, _num_rows(tensor), columns, order if len(tensor.shape) > 1 else None)
+        widened = reference_widen(matrix).reshape(tensor.shape)
+        return widened[order] if order is not None and len(tensor.shape) == 1 else widened
+
+
+
+
+def _num_rows(tensor: TensorShape) -> int:
+    rows = 1
+    for size in tensor.shape[:-1]:
+        rows *= size
+    return rows
