@@ -27,12 +27,14 @@ def prepare_threads() -> tuple[str, ...]:
 
 
 def thread_remarks() -> tuple[str, ...]:
-    """What is wrong with the threads' waiting, one sentence each. The variable is never set once torch is loaded, so it tells what torch found."""
+    """What is wrong with the threads' waiting, one sentence each.
+
+    The variable is never set once torch is loaded, so it tells what torch found."""
     policy = os.environ.get(_WAIT_POLICY, "")
     if policy.strip().lower() == "passive":
         return ()
     if not policy:
-        cause = "torch was loaded before lmoffload could set OMP_WAIT_POLICY=PASSIVE; import lmoffload's functions first, or set the variable"
+        cause = "torch was loaded before lmoffload could set OMP_WAIT_POLICY=PASSIVE; set that variable, or load torch later"
     else:
         cause = f"OMP_WAIT_POLICY is {policy}; PASSIVE is what lmoffload needs"
     return (f"Threads may wait busily and slow each other down: {cause}.",)

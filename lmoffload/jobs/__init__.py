@@ -1,1 +1,1 @@
-"""."""
+"""Prompts in, completions out."""

@@ -1,0 +1,39 @@
+"""Limits as people write them."""
+
+from __future__ import annotations
+
+from lmoffload.errors import UsageError
+from lmoffload.units import parse_duration, parse_size, parse_size_or_share
+from lmoffload_solver.workload import Limits
+
+
+def limits_of(
+    *,
+    host_memory: str | None = None,
+    weights_memory: str | None = None,
+    threads: int | None = None,
+    micro_batch: int | None = None,
+    num_micro_batches: int | None = None,
+    solve_time: str | None = None,
+) -> Limits:
+    """Limits from sizes ("4GiB", "500MB"), a share of the weights ("40%"), a duration ("30s") and counts.
+
+    Raises:
+        UsageError: a value has no meaning.
+    """
+    weights_bytes, weights_share = (None, None) if weights_memory is None else parse_size_or_share(weights_memory)
+    for name, count in (("threads", threads), ("micro-batch", micro_batch), ("num-micro-batches", num_micro_batches)):
+        if count is not None and count < 1:
+            raise UsageError(f"The number given for {name} is {count}; it must be at least 1.")
+    host_bytes = None if host_memory is None else parse_size(host_memory)
+    if host_bytes == 0:
+        raise UsageError("A host memory of 0 leaves nothing to run in.")
+    given = Limits(
+        host_memory_bytes=host_bytes,
+        weights_memory_bytes=weights_bytes,
+        weights_memory_share=weights_share,
+        threads=threads,
+        micro_batch=micro_batch,
+        num_micro_batches=num_micro_batches,
+    )
+    return given if solve_time is None else given.model_copy(update={"solve_s": parse_duration(solve_time)})

@@ -1,0 +1,153 @@
+"""Planning: a model, a machine and a workload in, a plan out. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmoffload.api.machine import Machine
+from lmoffload.api.telling import Tell, tell_on_stderr
+from lmoffload.checkpoint import Checkpoint, named_shape, open_checkpoint
+from lmoffload.errors import InfeasibleError, StatedError, UsageError
+from lmoffload.profiler.limits import disk_of, memory_of_process, usable_cores
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.outcome import Infeasible, TimedOut
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.value import read_value
+from lmoffload_solver.workload import Limits, PromptGroup, Workload
+
+SHAPE_PREFIX = "shape:"
+DEFAULT_NUM_PROMPTS, DEFAULT_PROMPT_LEN, DEFAULT_GEN_LEN = 16, 256, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as named by the user: a checkpoint, or for planning alone a shape."""
+
+    shape: ModelShape
+    checkpoint: Checkpoint | None
+
+    @property
+    def digest(self) -> str:
+        """What a plan for this model carries."""
+        return self.shape.fingerprint() if self.checkpoint is None else self.checkpoint.fingerprint
+
+    def require_checkpoint(self) -> Checkpoint:
+        """Raises:
+        UsageError: there are no weights to run.
+        """
+        if self.checkpoint is None:
+            raise UsageError(f"{SHAPE_PREFIX}{self.shape.name} is a shape without weights: it can be planned, but not run.")
+        return self.checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A plan together with the model and the machine it was made for: what an engine needs."""
+
+    plan: Plan
+    model: Model
+    machine: MachineProfile
+
+
+class NoPlanError(InfeasibleError):
+    """No plan exists within the limits; says for what, so that it can be written as a document."""
+
+    def __init__(self, outcome: Infeasible, model: Model, machine: MachineProfile, workload: Workload) -> None:
+        self.outcome, self.model, self.machine, self.workload = outcome, model, machine, workload
+        super().__init__(outcome.what_would_help)
+
+
+def open_model(name: str | Path) -> Model:
+    """The model called `name`: a folder, a .gguf file, a hub id, or `shape:NAME`.
+
+    Raises:
+        StatedError: there is no such model, or its files are not sound.
+    """
+    if isinstance(name, str) and name.startswith(SHAPE_PREFIX):
+        return Model(named_shape(name.removeprefix(SHAPE_PREFIX)), None)
+    checkpoint = open_checkpoint(name)
+    return Model(checkpoint.shape, checkpoint)
+
+
+def synthetic_workload(num_prompts: int | None, prompt_len: int | None, gen_len: int | None) -> Workload:
+    """`num_prompts` prompts of `prompt_len` tokens, `gen_len` new ones each; what is not given takes a common value.
+
+    Raises:
+        UsageError: a number is below 1.
+    """
+    numbers = {
+        "num-prompts": DEFAULT_NUM_PROMPTS if num_prompts is None else num_prompts,
+        "prompt-len": DEFAULT_PROMPT_LEN if prompt_len is None else prompt_len,
+        "gen-len": DEFAULT_GEN_LEN if gen_len is None else gen_len,
+    }
+    for name, number in numbers.items():
+        if number < 1:
+            raise UsageError(f"The number given for {name} is {number}; it must be at least 1.")
+    group = PromptGroup(length=numbers["prompt-len"], count=numbers["num-prompts"])
+    return Workload(prompts=(group,), gen_len=numbers["gen-len"])
+
+
+def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits, tell: Tell = tell_on_stderr) -> ModelPlan:
+    """The best plan within the limits; those of the machine this runs on are read now.
+
+    Raises:
+        NoPlanError: none exists.
+        StatedError: none was found in the time given.
+    """
+    from lmoffload_solver.search import solve
+
+    file_system = None
+    if machine.is_this_one:
+        limits = _as_found_now(limits)
+        file_system = None if model.checkpoint is None else disk_of(model.checkpoint.path).mount_point
+    outcome = solve(model.shape, machine.profile, workload, limits, file_system=file_system, model_fingerprint=model.digest)
+    if isinstance(outcome, Infeasible):
+        raise NoPlanError(outcome, model, machine.profile, workload)
+    plan = outcome.best_so_far if isinstance(outcome, TimedOut) else outcome.plan
+    if plan is None:
+        raise StatedError(f"No plan was found within {limits.solve_s:g} s; allow more with --solve-time.")
+    for remark in plan.remarks:
+        tell(remark)
+    return ModelPlan(plan, model, machine.profile)
+
+
+def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
+    """A plan from a file, for this model on this machine.
+
+    Raises:
+        StatedError: the file is no plan, or was made for another model or machine.
+    """
+    plan = read_value(Plan, path, "plan")
+    if plan.model.digest != model.digest:
+        raise StatedError(f"The plan {path} was made for another model ({plan.model.name}, {plan.model.digest}), not for {model.shape.name}.")
+    if plan.machine.digest != machine.profile.fingerprint():
+        raise StatedError(
+            f"The plan {path} was made for another machine or an older profile of it ({plan.machine.name}, {plan.machine.digest}); plan again."
+        )
+    return ModelPlan(plan, model, machine.profile)
+
+
+def check_fits(workload: Workload, plan: Plan) -> None:
+    """Raises:
+    StatedError: the plan, made before, has no room for this work.
+    """
+    planned = plan.workload
+    for what, asked, room in (
+        ("a prompt", workload.max_prompt_len, planned.max_prompt_len),
+        ("a completion", workload.gen_len, planned.gen_len),
+    ):
+        if asked > room:
+            raise StatedError(f"The plan has room for {what} of {room} tokens, but this work has one of {asked}; make a plan for it.")
+
+
+def _as_found_now(limits: Limits) -> Limits:
+    """The user's limits, and what this process may have at this moment."""
+    memory, cores = memory_of_process(), usable_cores()
+    return limits.model_copy(
+        update={
+            "host_memory_bytes": memory if limits.host_memory_bytes is None else min(memory, limits.host_memory_bytes),
+            "threads": cores if limits.threads is None else limits.threads,
+        }
+    )

@@ -1,0 +1,99 @@
+"""A job: prompts as token ids, ready for the engine, and the lines that cannot be run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmoffload.errors import StatedError
+from lmoffload.executor.request import Request, Sampling
+from lmoffload.jobs.lines import BadLine, JobLine
+from lmoffload.jobs.text import Text
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What holds for every prompt that does not say otherwise."""
+
+    gen_len: int
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the engine is to compute."""
+
+    requests: tuple[Request, ...]
+    bad_lines: tuple[BadLine, ...] = ()
+
+    @property
+    def workload(self) -> Workload:
+        """What the planner needs to know of it.
+
+        Raises:
+            StatedError: there is nothing to compute.
+        """
+        if not self.requests:
+            raise StatedError(f"No prompt of the job can be run; the first error is: {self.bad_lines[0].error}")
+        lengths = [len(request.token_ids) for request in self.requests]
+        return Workload.of_lengths(lengths, max(request.max_new_tokens for request in self.requests))
+
+
+def job_of_lines(lines: Sequence[JobLine | BadLine], text: Text, shape: ModelShape, options: Options) -> Job:
+    """Encode the lines of a job file; a line that cannot be encoded becomes a bad line."""
+    requests: list[Request] = []
+    bad: list[BadLine] = []
+    for line in lines:
+        if isinstance(line, BadLine):
+            bad.append(line)
+            continue
+        assert line.id is not None
+        try:
+            requests.append(_request(line, line.id, text, shape, options))
+        except StatedError as error:
+            bad.append(BadLine(line.id, str(error)))
+    return Job(tuple(requests), tuple(bad))
+
+
+def synthetic_job(shape: ModelShape, num_prompts: int, prompt_len: int, options: Options) -> Job:
+    """`num_prompts` prompts of `prompt_len` random tokens, the same for the same seed."""
+    generator = random.Random(options.sampling.seed or 0)
+    requests = []
+    for number in range(1, num_prompts + 1):
+        ids = tuple(generator.randrange(shape.vocab_size) for _ in range(prompt_len))
+        check_length(shape, prompt_len, options.gen_len)
+        requests.append(Request(str(number), ids, options.gen_len, options.sampling, options.stop))
+    return Job(tuple(requests))
+
+
+def check_length(shape: ModelShape, prompt_len: int, gen_len: int) -> None:
+    """Raises:
+    StatedError: prompt and completion exceed the positions that the model knows.
+    """
+    if shape.max_positions is not None and prompt_len + gen_len > shape.max_positions:
+        raise StatedError(
+            f"A prompt of {prompt_len} tokens and {gen_len} new ones exceed the {shape.max_positions} positions of {shape.name}; "
+            "shorten the prompt or the completion."
+        )
+
+
+def _request(line: JobLine, line_id: str, text: Text, shape: ModelShape, options: Options) -> Request:
+    if line.prompt is not None:
+        ids = text.encode(line.prompt)
+    else:
+        assert line.messages is not None
+        ids = text.encode_chat([message.model_dump() for message in line.messages])
+    gen_len = line.max_new_tokens or options.gen_len
+    check_length(shape, len(ids), gen_len)
+    default = options.sampling
+    sampling = Sampling(
+        temperature=default.temperature if line.temperature is None else line.temperature,
+        top_p=default.top_p,
+        top_k=default.top_k,
+        seed=default.seed if line.seed is None else line.seed,
+    )
+    return Request(line_id, ids, gen_len, sampling, line.stop or options.stop)
