@@ -1,0 +1,51 @@
+"""Tokenizer and transformers configuration of a checkpoint. transformers is imported inside the functions: planning does without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmoffload.checkpoint.checkpoint import Checkpoint
+from lmoffload_solver.errors import StatedError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
+    """The tokenizer beside the weights; for a GGUF file, the one that its metadata describe. No network call is made.
+
+    Raises:
+        StatedError: there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    path = checkpoint.path
+    try:
+        if checkpoint.is_gguf:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # Whatever a damaged tokenizer file makes transformers raise is told as one sentence.
+        raise StatedError(f"The tokenizer of {path} cannot be loaded: {_first_line(error)}") from error
+    return tokenizer
+
+
+def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The configuration object that the model is built from.
+
+    Raises:
+        StatedError: transformers refuses the configuration.
+    """
+    from transformers import AutoConfig
+
+    fields = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
+    try:
+        config: PreTrainedConfig = AutoConfig.for_model(checkpoint.shape.model_type, **fields)
+    except Exception as error:
+        raise StatedError(f"The configuration of {checkpoint.path} is refused by transformers: {_first_line(error)}") from error
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
