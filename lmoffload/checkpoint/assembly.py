@@ -110,7 +110,7 @@ def _check_missing(shape: ModelShape, named: Mapping[str, TensorSource], what: s
 def _check_tensor(tensor: TensorShape, source: TensorSource, what: str) -> None:
     if source.format not in STORED_FORMATS:
         raise StatedError(
-            f"The {what} stores {tensor.name} as {source.format}, which does not run; formats that run are {', '.join(sorted(STORED_FORMATS))}."
+            f"The {what} stores {tensor.name} as {source.format}, which does not run; those that run are {', '.join(STORED_FORMATS)}."
         )
     if source.shape != tensor.shape:
         raise StatedError(
@@ -120,16 +120,14 @@ def _check_tensor(tensor: TensorShape, source: TensorSource, what: str) -> None:
         raise StatedError(f"The {what} stores the vector {tensor.name} in blocks ({source.format}), which does not run.")
 
 
-def _check_surplus(
-    family: Family, shape: ModelShape, named: Mapping[str, TensorSource], what: str, remarks: list[str]
-) -> None:
+def _check_surplus(family: Family, shape: ModelShape, named: Mapping[str, TensorSource], what: str, remarks: list[str]) -> None:
     surplus = [name for name in named if name not in shape.by_name]
     harmless = [name for name in surplus if any(re.search(pattern, name) for pattern in family.harmless)]
     unused = sorted(set(surplus) - set(harmless))
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
-        raise StatedError(f"The {what} stores the tensor {unused[0]}{more}, which a {family.model_type} model of this configuration does not use.")
+        raise StatedError(
+            f"The {what} stores the tensor {unused[0]}{more}, which a {family.model_type} model of this configuration does not use."
+        )
     if harmless:
         remarks.append(f"{len(harmless)} stored tensors are recomputed and not read, such as {harmless[0]}")
-
-

@@ -64,8 +64,8 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a model: a folder in Hugging Face layout, a `.gguf` file, or the id of a model on the Hugging Face hub.
 
-    Everything is checked here, from the headers alone: files, sizes, missing, surplus, misshapen and tied tensors. Imports neither torch nor
-    transformers.
+    Everything is checked here, from the headers alone: files, sizes, missing, surplus, misshapen and tied tensors. Imports neither torch
+    nor transformers.
 
     Raises:
         StatedError: what is wrong, in one sentence.

@@ -1,8 +1,8 @@
 """Model families, described rather than programmed.
 
-A family says, in transformers' parameter names, which tensors a decoder layer and the parts around the layers have, of which sizes, and which
-defaults the transformers configuration class fills in where config.json leaves a field out (transformers 5.24, `configuration_*.py`). The
-sizes that templates name are computed by `geometry.geometry_of`.
+A family says, in transformers' parameter names, which tensors a decoder layer and the parts around the layers have, of which sizes, and
+which defaults the transformers configuration class fills in where config.json leaves a field out (transformers 5.24,
+`configuration_*.py`). The sizes that templates name are computed by `geometry.geometry_of`.
 """
 
 from __future__ import annotations
@@ -163,11 +163,11 @@ PHI3 = _decoder(
 )  # fmt: skip
 OPT = Family(
     "opt", "OPTForCausalLM", "model.",
-    MappingProxyType(dict(
-        vocab_size=50272, hidden_size=768, ffn_dim=3072, num_hidden_layers=12, num_attention_heads=12, max_position_embeddings=2048,
-        word_embed_proj_dim=None, tie_word_embeddings=True, enable_bias=True, layer_norm_elementwise_affine=True,
-        do_layer_norm_before=True, _remove_final_layer_norm=False,
-    )),
+    MappingProxyType({
+        "vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "max_position_embeddings": 2048, "word_embed_proj_dim": None, "tie_word_embeddings": True, "enable_bias": True, "layer_norm_elementwise_affine": True,
+        "do_layer_norm_before": True, "_remove_final_layer_norm": False,
+    }),
     before=(
         _matrix("model.decoder.embed_tokens", "vocab", "word", "embedding"),
         Template("model.decoder.embed_positions.weight", ("learned_positions", "hidden"), "embedding"),
@@ -189,10 +189,10 @@ OPT = Family(
 )  # fmt: skip
 GPT_NEOX = Family(
     "gpt_neox", "GPTNeoXForCausalLM", "gpt_neox.",
-    MappingProxyType(dict(
-        vocab_size=50432, hidden_size=6144, intermediate_size=24576, num_hidden_layers=44, num_attention_heads=64,
-        max_position_embeddings=2048, tie_word_embeddings=False, attention_bias=True,
-    )),
+    MappingProxyType({
+        "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44, "num_attention_heads": 64,
+        "max_position_embeddings": 2048, "tie_word_embeddings": False, "attention_bias": True,
+    }),
     before=(_matrix("gpt_neox.embed_in", "vocab", "hidden", "embedding"),),
     layer=(
         *_linear(f"{NEOX_LAYER}.attention.query_key_value", "query_key_value", "hidden", "attention", "attention_bias"),

@@ -60,12 +60,14 @@ def family_of(config: Mapping[str, Any], what: str) -> Family:
     """The family of a configuration.
 
     Raises:
-        StatedError: the model type is missing or does not run, naming those that do; or the weights are quantized in a way that does not run.
+        StatedError: the model type is missing or does not run, naming those that do; or the weights are quantized in a way that does not.
     """
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise StatedError(f"The {what} is of the model type {model_type!r:.40}, which does not run; those that run are {', '.join(FAMILIES)}.")
+        raise StatedError(
+            f"The {what} is of the model type {model_type!r:.40}, which does not run; those that run are {', '.join(FAMILIES)}."
+        )
     quantization = config.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None

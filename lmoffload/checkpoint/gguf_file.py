@@ -41,9 +41,7 @@ TOKENIZER_FIELDS: Mapping[str, str] = MappingProxyType(
         "tokenizer.ggml.padding_token_id": "pad_token_id",
     }
 )
-OUTER_NAMES: Mapping[str, str] = MappingProxyType(
-    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-)
+OUTER_NAMES: Mapping[str, str] = MappingProxyType({"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"})
 LAYER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "attn_norm": "input_layernorm",
@@ -100,7 +98,7 @@ def read_gguf(path: Path) -> Stored:
     tensors = {parameter_name(tensor): source for tensor, source in header.tensors.items()}
     if architecture.permuted:
         tensors = {tensor: _with_row_order(tensor, source, config) for tensor, source in tensors.items()}
-    generation_config = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    generation_config: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
     return Stored(config, generation_config, tensors, (path,))
 
 
@@ -110,7 +108,9 @@ def _check_features(path: Path, architecture: str, header: GgufHeader) -> None:
         raise StatedError(f"The GGUF file {path} is one of {split} parts: join them with llama-gguf-split --merge.")
     scaling = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling != "none":
-        raise StatedError(f"The GGUF file {path} scales rotary positions ({scaling}), which does not run from GGUF: take the original folder.")
+        raise StatedError(
+            f"The GGUF file {path} scales rotary positions ({scaling}), which does not run from GGUF: take the original folder."
+        )
     if "rope_freqs.weight" in header.tensors:
         raise StatedError(
             f"The GGUF file {path} scales rotary positions (rope_freqs.weight), which does not run from GGUF: take the original folder."
@@ -161,7 +161,7 @@ def _with_row_order(name: str, source: TensorSource, config: Mapping[str, Any]) 
 def rotary_row_order(num_rows: int, num_heads: int) -> npt.NDArray[np.int64]:
     """int64 [num_rows]: the stored row of each row of transformers' q or k weight.
 
-    llama.cpp stores each head's rows as pairs (i, i + head_dim / 2), so that rotary pairs are neighbours (`permute` in convert_hf_to_gguf.py);
-    transformers undoes it in `LlamaTensorProcessor._reverse_permute_weights`.
+    llama.cpp stores each head's rows as pairs (i, i + head_dim / 2), so that rotary pairs are neighbours (`permute` in its
+    convert_hf_to_gguf.py); transformers undoes it in `LlamaTensorProcessor._reverse_permute_weights`.
     """
     return np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(num_rows)

@@ -1,8 +1,8 @@
 """The header of a GGUF file: metadata and tensor table, read without the vocabulary and without a tensor.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `gguf.GGUFReader` turns every token of the vocabulary into numpy
-arrays (1.9 s for 49,152 tokens, where this takes 0.02 s) and trusts the counts it reads, so the header is parsed here, as hostile input: every
-count and offset is checked against the file. Names and block sizes of the tensor types are those of the `gguf` package.
+arrays (1.9 s for 49,152 tokens, where this takes 0.02 s) and trusts the counts it reads, so the header is parsed here, as hostile input:
+every count and offset is checked against the file. Names and block sizes of the tensor types are those of the `gguf` package.
 """
 
 from __future__ import annotations

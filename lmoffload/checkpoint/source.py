@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-STORED_FORMATS = frozenset({"fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1"})
+STORED_FORMATS = ("fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1")
 """Formats of stored tensors that are read in place."""
 
 
