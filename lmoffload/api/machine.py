@@ -58,7 +58,7 @@ def machine_of(
     on_progress: Callable[[Progress], None] | None = None,
     tell: Tell = tell_on_stderr,
 ) -> Machine:
-    """The machine called `name` (a profile file, or a name of profiles/), or this one; where this one has no profile yet, the quick one is made.
+    """The machine called `name` (a profile file, or a name of profiles/), or this one; where it has no profile yet, the quick one is made.
 
     Raises:
         StatedError: there is no such profile, or it cannot be read.

@@ -6,40 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmoffload.api.machine import Machine
+from lmoffload.api.model import Model
 from lmoffload.api.telling import Tell, tell_on_stderr
-from lmoffload.checkpoint import Checkpoint, named_shape, open_checkpoint
 from lmoffload.errors import InfeasibleError, StatedError, UsageError
 from lmoffload.profiler.limits import disk_of, memory_of_process, usable_cores
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import Infeasible, TimedOut
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.value import read_value
 from lmoffload_solver.workload import Limits, PromptGroup, Workload
 
-SHAPE_PREFIX = "shape:"
 DEFAULT_NUM_PROMPTS, DEFAULT_PROMPT_LEN, DEFAULT_GEN_LEN = 16, 256, 64
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model as named by the user: a checkpoint, or for planning alone a shape."""
-
-    shape: ModelShape
-    checkpoint: Checkpoint | None
-
-    @property
-    def digest(self) -> str:
-        """What a plan for this model carries."""
-        return self.shape.fingerprint() if self.checkpoint is None else self.checkpoint.fingerprint
-
-    def require_checkpoint(self) -> Checkpoint:
-        """Raises:
-        UsageError: there are no weights to run.
-        """
-        if self.checkpoint is None:
-            raise UsageError(f"{SHAPE_PREFIX}{self.shape.name} is a shape without weights: it can be planned, but not run.")
-        return self.checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +34,6 @@ class NoPlanError(InfeasibleError):
     def __init__(self, outcome: Infeasible, model: Model, machine: MachineProfile, workload: Workload) -> None:
         self.outcome, self.model, self.machine, self.workload = outcome, model, machine, workload
         super().__init__(outcome.what_would_help)
-
-
-def open_model(name: str | Path) -> Model:
-    """The model called `name`: a folder, a .gguf file, a hub id, or `shape:NAME`.
-
-    Raises:
-        StatedError: there is no such model, or its files are not sound.
-    """
-    if isinstance(name, str) and name.startswith(SHAPE_PREFIX):
-        return Model(named_shape(name.removeprefix(SHAPE_PREFIX)), None)
-    checkpoint = open_checkpoint(name)
-    return Model(checkpoint.shape, checkpoint)
 
 
 def synthetic_workload(num_prompts: int | None, prompt_len: int | None, gen_len: int | None) -> Workload:
@@ -121,11 +86,11 @@ def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
     """
     plan = read_value(Plan, path, "plan")
     if plan.model.digest != model.digest:
-        raise StatedError(f"The plan {path} was made for another model ({plan.model.name}, {plan.model.digest}), not for {model.shape.name}.")
+        made_for = f"{plan.model.name}, {plan.model.digest}"
+        raise StatedError(f"The plan {path} was made for another model ({made_for}), not for {model.shape.name}; plan again.")
     if plan.machine.digest != machine.profile.fingerprint():
-        raise StatedError(
-            f"The plan {path} was made for another machine or an older profile of it ({plan.machine.name}, {plan.machine.digest}); plan again."
-        )
+        made_for = f"{plan.machine.name}, {plan.machine.digest}"
+        raise StatedError(f"The plan {path} was made for another machine, or another profile of it ({made_for}); plan again.")
     return ModelPlan(plan, model, machine.profile)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lmoffload.errors import StatedError
 from lmoffload.executor.request import Request, Sampling
@@ -19,7 +19,7 @@ class Options:
     """What holds for every prompt that does not say otherwise."""
 
     gen_len: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
 
 
@@ -41,6 +41,14 @@ class Job:
             raise StatedError(f"No prompt of the job can be run; the first error is: {self.bad_lines[0].error}")
         lengths = [len(request.token_ids) for request in self.requests]
         return Workload.of_lengths(lengths, max(request.max_new_tokens for request in self.requests))
+
+
+    def require_sound(self) -> None:
+        """Raises:
+        StatedError: a line cannot be run.
+        """
+        if self.bad_lines:
+            raise StatedError(self.bad_lines[0].error)
 
 
 def job_of_lines(lines: Sequence[JobLine | BadLine], text: Text, shape: ModelShape, options: Options) -> Job:

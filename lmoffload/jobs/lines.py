@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +81,16 @@ def read_lines(path: Path) -> tuple[JobLine | BadLine, ...]:
             raise StatedError(f"The job file {path} uses the id {line.id!r} twice, in lines {seen[line.id]} and {number}.")
         seen[line.id] = number
     return lines
+
+
+def line_of_prompt(line_id: str, prompt: str | Sequence[Mapping[str, str]]) -> JobLine | BadLine:
+    """The line that asks for one raw text, or for the answer to one conversation."""
+    if isinstance(prompt, str):
+        return JobLine(id=line_id, prompt=prompt)
+    try:
+        return JobLine.model_validate({"id": line_id, "messages": list(prompt)})
+    except ValidationError as error:
+        return BadLine(line_id, f"Prompt {line_id} is not valid: {_first_reason(error)}.")
 
 
 def _parse(raw: bytes, number: str) -> JobLine | BadLine:

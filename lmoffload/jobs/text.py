@@ -45,6 +45,18 @@ class Text:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
+    def decode_until(self, token_ids: Sequence[int], stop: Sequence[str]) -> str:
+        """Text of generated tokens before the first occurrence of any stop string."""
+        text = self.decode(token_ids)
+        ends = [at for string in stop if (at := text.find(string)) >= 0]
+        return text[: min(ends)] if ends else text
+
+    @property
+    def end_token_id(self) -> int | None:
+        """The tokenizer's end token."""
+        end: int | None = self._tokenizer.eos_token_id
+        return end
+
     def _checked(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         ids = tuple(token_ids)
         start = self._tokenizer.bos_token_id
@@ -56,8 +68,3 @@ class Text:
             raise StatedError(f"The tokenizer gives token {max(ids)}, but the model {self._name} has only {self._vocab_size}.")
         return ids
 
-
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the first occurrence of any stop string."""
-    ends = [at for s in stop if (at := text.find(s)) >= 0]
-    return text[: min(ends)] if ends else text

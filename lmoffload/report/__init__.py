@@ -1,1 +1,1 @@
-"""."""
+"""Values as people read them: rich tables, progress."""

@@ -1,0 +1,117 @@
+"""The engine as people use it: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from lmoffload.api.planning import ModelPlan, check_fits
+from lmoffload.api.telling import Tell, tell_on_stderr
+from lmoffload.environment import prepare_threads
+
+if TYPE_CHECKING:
+    from lmoffload.executor import Completion, Progress
+    from lmoffload.jobs.job import Job
+    from lmoffload.jobs.results import Result
+    from lmoffload.jobs.text import Text
+    from lmoffload_solver.report import RunReport
+
+Prompt = str | Sequence[Mapping[str, str]]
+"""Raw text, or the messages of a conversation for the model's chat template."""
+
+
+class Engine:
+    """Runs a plan: opens the checkpoint, takes the memory that the plan says, and completes prompts. A context manager.
+
+    Args:
+        model_plan: from `lmoffload.plan`.
+        text: the model's tokenizer where it is loaded already.
+        tell: takes remarks; they go to standard error by default.
+
+    Raises:
+        UsageError: the plan is for a shape without weights.
+        StatedError: the plan does not hold on this checkpoint.
+    """
+
+    def __init__(self, model_plan: ModelPlan, *, text: Text | None = None, tell: Tell = tell_on_stderr) -> None:
+        checkpoint = model_plan.model.require_checkpoint()
+        for remark in prepare_threads():
+            tell(remark)
+        from lmoffload import executor
+        from lmoffload.jobs.text import Text
+
+        self.plan = model_plan.plan
+        self.text = text or Text(checkpoint)
+        self._model_plan = model_plan
+        self._engine = executor.Engine(
+            checkpoint, self.plan, machine=model_plan.machine, decode=self.text.decode, tokenizer_eos=self.text.end_token_id
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        gen_len: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[str]:
+        """Complete every prompt; completions in the order of the prompts.
+
+        Args:
+            prompts: texts, or conversations (`[{"role": "user", "content": "..."}]`).
+            gen_len: tokens to generate at most, the plan's by default.
+            temperature: 0 is greedy; this and the next three follow the model's own generation configuration where None.
+            stop: strings that end a completion, and are left out of it.
+
+        Raises:
+            StatedError: a prompt cannot be encoded, or exceeds what the plan has room for.
+        """
+        from lmoffload.executor import Sampling
+        from lmoffload.jobs.job import Options, job_of_lines
+        from lmoffload.jobs.lines import line_of_prompt
+
+        options = Options(gen_len or self.plan.workload.gen_len, Sampling(temperature, top_p, top_k, seed), tuple(stop))
+        lines = [line_of_prompt(str(number), prompt) for number, prompt in enumerate(prompts, 1)]
+        job = job_of_lines(lines, self.text, self._model_plan.model.shape, options)
+        job.require_sound()
+        results: dict[str, Result] = {}
+        self.run(job, lambda result: results.__setitem__(result.id, result))
+        return [results[str(number)].completion for number in range(1, len(prompts) + 1)]
+
+    def run(
+        self, job: Job, on_result: Callable[[Result], None], on_progress: Callable[[Progress], None] | None = None
+    ) -> None:
+        """Run a job; `on_result` is called with every line's result as soon as it is known.
+
+        Raises:
+            StatedError: the plan has no room for the job, or a device failed.
+        """
+        from lmoffload.jobs.results import Result
+
+        stops = {request.id: request.stop for request in job.requests}
+        check_fits(job.workload, self.plan)
+        for line in job.bad_lines:
+            on_result(Result.of_bad_line(line))
+
+        def finish(completion: Completion) -> None:
+            on_result(Result.of_completion(completion, self.text.decode_until(completion.token_ids, stops[completion.id])))
+
+        self._engine.generate(job.requests, finish, on_progress)
+
+    def report(self) -> RunReport:
+        """What has been run so far, predicted and measured."""
+        return self._engine.report()
+
+    def close(self) -> None:
+        """End every thread and give the memory back; the engine cannot be used afterwards."""
+        self._engine.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

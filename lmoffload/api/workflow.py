@@ -1,0 +1,193 @@
+"""What `plan` and `run` do from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmoffload.api.machine import machine_of
+from lmoffload.api.model import Model, open_model
+from lmoffload.api.planning import ModelPlan, NoPlanError, read_plan, solve_for
+from lmoffload.api.telling import Tell, tell_on_stderr
+from lmoffload.api.work import Work
+from lmoffload.errors import StatedError, UsageError
+from lmoffload.report.plan import infeasible_document
+from lmoffload.report.progress import ProgressBar, RunProgress
+from lmoffload.report.run import run_line, run_tables
+from lmoffload.report.tables import show
+from lmoffload_solver.plan import Named
+from lmoffload_solver.value import Value
+from lmoffload_solver.workload import Limits
+
+if TYPE_CHECKING:
+    from lmoffload.executor import Progress as Step
+    from lmoffload.jobs.job import Job
+    from lmoffload.jobs.results import Result
+    from lmoffload.jobs.text import Text
+    from lmoffload.profiler.progress import Progress
+    from lmoffload_solver.report import RunReport
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Files of a run."""
+
+    plan_file: Path | None = None
+    machine: str | None = None
+    output: Path | None = None
+    restart: bool = False
+    report_file: Path | None = None
+
+
+def plan_work(
+    name: str,
+    work: Work,
+    limits: Limits,
+    machine: str | None,
+    *,
+    as_json: bool = False,
+    on_progress: Callable[[Progress], None] | None = None,
+    tell: Tell = tell_on_stderr,
+) -> ModelPlan:
+    """The best plan for some work. Where none exists and `as_json` is true, the document that says so is printed first.
+
+    Raises:
+        NoPlanError: none exists.
+        StatedError: the model, the work or the profile cannot be read.
+    """
+    work.check()
+    model = open_model(name)
+    workload = work.workload(model)
+    on = machine_of(machine, _place_of(model), on_progress=on_progress, tell=tell)
+    try:
+        return solve_for(model, on, workload, limits, tell)
+    except NoPlanError as error:
+        if as_json:
+            named = Named(name=model.shape.name, digest=model.digest)
+            print(json.dumps(infeasible_document(error.outcome, named, error.machine, workload), indent=2))
+        raise
+
+
+def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: ProgressBar, tell: Tell = tell_on_stderr) -> bool:
+    """Complete the work; returns False when some lines failed.
+
+    Raises:
+        NoPlanError: no plan exists; nothing was run.
+        StatedError: something cannot be read or written; nothing was written unless results were finished before.
+    """
+    _check_run(work, limits, options)
+    model = open_model(name)
+    checkpoint = model.require_checkpoint()
+    for remark in checkpoint.remarks:
+        tell(remark)
+    machine = machine_of(options.machine, checkpoint.path, on_progress=bar.show_profiling, tell=tell)
+    planned = None if options.plan_file is None else read_plan(options.plan_file, model, machine)
+    bar.say("loading the tokenizer")
+    from lmoffload.jobs.text import Text
+
+    text = Text(checkpoint)
+    job = work.job(text, model.shape)
+    if planned is None and job.requests:
+        planned = solve_for(model, machine, job.workload, limits, tell)
+    return _complete(work, options, planned, job, text, bar, tell)
+
+
+def write_document(value: Value, path: Path, what: str) -> None:
+    """Write a value as JSON, whole or not at all.
+
+    Raises:
+        StatedError: the file cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(value.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise StatedError(f"The {what} cannot be written to {path}: {error.strerror}.") from error
+
+
+def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
+    """Refuse what can be refused before anything is opened. Writes nothing."""
+    from lmoffload.jobs.output import check_output
+
+    work.check()
+    work.require_prompts()
+    if options.plan_file is not None and limits != Limits():
+        raise UsageError("The plan fixes memory, threads and batches: give either --plan or limits.")
+    if work.prompt is not None and options.output is not None:
+        raise UsageError("The completion of -p goes to standard output; --output belongs to --input and synthetic prompts.")
+    if options.restart and options.output is None:
+        raise UsageError("--restart belongs to --output.")
+    if options.output is not None:
+        check_output(options.output, options.restart)
+    if options.report_file is not None:
+        check_output(options.report_file, restart=True)
+
+
+def _complete(
+    work: Work, options: RunOptions, planned: ModelPlan | None, job: Job, text: Text, bar: ProgressBar, tell: Tell
+) -> bool:
+    """Run the job and write its results; `planned` is None where no line can be run."""
+    from lmoffload.jobs.results import Result, ResultWriter
+
+    failed = 0
+    with ResultWriter(options.output, options.restart) as writer:
+
+        def keep(result: Result) -> None:
+            nonlocal failed
+            failed += result.finish_reason == "error"
+            if work.prompt is None:
+                writer.write(result)
+            elif result.error is not None:
+                raise StatedError(result.error)
+            else:
+                sys.stdout.write(result.completion + "\n")
+
+        if planned is None:
+            for line in job.bad_lines:
+                keep(Result.of_bad_line(line))
+        else:
+            _tell_end(work, _run(planned, job, text, keep, bar, tell, options.report_file))
+    if failed:
+        tell(f"{failed} of {len(job.requests) + len(job.bad_lines)} lines failed; their results say why.")
+    return not failed
+
+
+def _run(
+    planned: ModelPlan, job: Job, text: Text, keep: Callable[[Result], None], bar: ProgressBar, tell: Tell, report_file: Path | None
+) -> RunReport:
+    from lmoffload.api.engine import Engine
+
+    predicted = planned.plan.predicted
+    progress = RunProgress(bar, predicted.prefill_s, predicted.decode_s)
+
+    def show_step(step: Step) -> None:
+        progress.show(
+            steps_done=step.step + 1, num_steps=step.num_steps, blocks_done=step.block, num_blocks=step.num_blocks,
+            tokens=step.tokens_generated, elapsed_s=step.elapsed_s,
+        )  # fmt: skip
+
+    bar.say("loading the weights")
+    with Engine(planned, text=text, tell=tell) as engine:
+        engine.run(job, keep, show_step)
+        report = engine.report()
+    if report_file is not None:
+        write_document(report, report_file, "report")
+    return report
+
+
+def _tell_end(work: Work, report: RunReport) -> None:
+    if work.prompt is not None:
+        print(f"lmoffload: {run_line(report)}", file=sys.stderr)
+    else:
+        show(run_tables(report), to_stderr=True)
+
+
+def _place_of(model: Model) -> Path:
+    return Path(".") if model.checkpoint is None else model.checkpoint.path

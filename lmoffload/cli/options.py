@@ -1,0 +1,83 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Invocation:
+    """What holds for one call of the program."""
+
+    def __init__(self) -> None:
+        self.debug = False
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.find_root().obj.debug = True
+
+
+WORK, LIMITS, SAMPLING = "Work", "Limits", "Sampling"
+
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the full trace of an error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A folder in Hugging Face layout, a .gguf file, or a hub id (owner/name).", show_default=False),
+]
+PlannedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder in Hugging Face layout, a .gguf file, a hub id (owner/name), or shape:NAME, which needs no weights.",
+        show_default=False,
+    ),
+]
+Machine = Annotated[
+    str | None,
+    typer.Option("--machine", metavar="FILE|NAME", help="A machine's profile: a file, or a name of profiles/. This machine's by default."),
+]
+Input = Annotated[
+    Path | None,
+    typer.Option("--input", metavar="FILE.jsonl", help="Prompts as JSON lines.", rich_help_panel=WORK),
+]
+NumPrompts = Annotated[
+    int | None,
+    typer.Option("--num-prompts", metavar="N", help="Number of synthetic prompts.", rich_help_panel=WORK),
+]
+PromptLen = Annotated[
+    int | None,
+    typer.Option("--prompt-len", metavar="N", help="Tokens of each synthetic prompt.", rich_help_panel=WORK),
+]
+GenLen = Annotated[
+    int | None,
+    typer.Option("--gen-len", metavar="N", help="Tokens to generate for each prompt at most; 64 by default.", rich_help_panel=WORK),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option("--host-memory", metavar="SIZE", help="Memory of the whole process, such as 4GiB or 500MB.", rich_help_panel=LIMITS),
+]
+WeightsMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--weights-memory",
+        metavar="SIZE|PERCENT%",
+        help="Memory of weights, their buffers included: a size, or a share of the model's weights such as 40%.",
+        rich_help_panel=LIMITS,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", metavar="N", help="Compute threads.", rich_help_panel=LIMITS),
+]
+MicroBatch = Annotated[
+    int | None,
+    typer.Option("--micro-batch", metavar="N", help="Fix the number of prompts computed at once.", rich_help_panel=LIMITS),
+]
+NumMicroBatches = Annotated[
+    int | None,
+    typer.Option("--num-micro-batches", metavar="N", help="Fix the number of micro-batches that share one load.", rich_help_panel=LIMITS),
+]

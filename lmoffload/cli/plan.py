@@ -1,0 +1,71 @@
+"""`lmoffload plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmoffload.cli.options import (
+    LIMITS,
+    AsJson,
+    Debug,
+    GenLen,
+    HostMemory,
+    Input,
+    Machine,
+    MicroBatch,
+    NumMicroBatches,
+    NumPrompts,
+    PlannedModel,
+    PromptLen,
+    Threads,
+    WeightsMemory,
+)
+
+
+def plan(
+    model: PlannedModel,
+    machine: Machine = None,
+    input_file: Input = None,
+    num_prompts: NumPrompts = None,
+    prompt_len: PromptLen = None,
+    gen_len: GenLen = None,
+    host_memory: HostMemory = None,
+    weights_memory: WeightsMemory = None,
+    threads: Threads = None,
+    micro_batch: MicroBatch = None,
+    num_micro_batches: NumMicroBatches = None,
+    solve_time: Annotated[
+        str | None, typer.Option("--solve-time", metavar="DURATION", help="Time limit of the search.", rich_help_panel=LIMITS)
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here, for `run --plan`.")] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Solve for the best plan for some work with a model."""
+    from lmoffload.api.limits import limits_of
+    from lmoffload.api.work import Work
+    from lmoffload.api.workflow import plan_work, write_document
+    from lmoffload.report.plan import plan_tables
+    from lmoffload.report.progress import ProgressBar
+    from lmoffload.report.tables import show
+
+    work = Work(input_file=input_file, num_prompts=num_prompts, prompt_len=prompt_len, gen_len=gen_len)
+    limits = limits_of(
+        host_memory=host_memory,
+        weights_memory=weights_memory,
+        threads=threads,
+        micro_batch=micro_batch,
+        num_micro_batches=num_micro_batches,
+        solve_time=solve_time,
+    )
+    with ProgressBar() as bar:
+        planned = plan_work(model, work, limits, machine, as_json=as_json, on_progress=bar.show_profiling)
+    if out is not None:
+        write_document(planned.plan, out, "plan")
+    if as_json:
+        typer.echo(planned.plan.model_dump_json(indent=2))
+    else:
+        show(plan_tables(planned.plan))

@@ -1,0 +1,85 @@
+"""`lmoffload run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lmoffload.cli.options import (
+    SAMPLING,
+    WORK,
+    Debug,
+    GenLen,
+    HostMemory,
+    Input,
+    Machine,
+    MicroBatch,
+    Model,
+    NumMicroBatches,
+    NumPrompts,
+    PromptLen,
+    Threads,
+    WeightsMemory,
+)
+
+
+def run(
+    model: Model,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan made before; by default one is made now.")] = None,
+    machine: Machine = None,
+    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the results here, as JSON lines.")] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Write an output file that exists anew.")] = False,
+    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the prediction and the measurement here.")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", metavar="TEXT", help="One prompt: its completion is all that is printed.", rich_help_panel=WORK),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap TEXT in the model's chat template.", rich_help_panel=WORK)] = False,
+    input_file: Input = None,
+    num_prompts: NumPrompts = None,
+    prompt_len: PromptLen = None,
+    gen_len: GenLen = None,
+    host_memory: HostMemory = None,
+    weights_memory: WeightsMemory = None,
+    threads: Threads = None,
+    micro_batch: MicroBatch = None,
+    num_micro_batches: NumMicroBatches = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", metavar="X", help="0 is greedy.", rich_help_panel=SAMPLING)] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", metavar="X", help="Keep the likeliest, up to this probability.", rich_help_panel=SAMPLING)
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", metavar="N", help="Keep the N likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", metavar="N", help="Seed of sampling and of synthetic prompts.", rich_help_panel=SAMPLING)
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option("--stop", metavar="TEXT", help="End a completion before this text; may be given again.", rich_help_panel=SAMPLING),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Complete prompts with a model, by the best plan for them."""
+    from lmoffload.api.limits import limits_of
+    from lmoffload.api.work import Work
+    from lmoffload.api.workflow import RunOptions, run_work
+    from lmoffload.report.progress import ProgressBar
+
+    work = Work(
+        prompt=prompt, chat=chat, input_file=input_file, num_prompts=num_prompts, prompt_len=prompt_len, gen_len=gen_len,
+        temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ()),
+    )  # fmt: skip
+    limits = limits_of(
+        host_memory=host_memory,
+        weights_memory=weights_memory,
+        threads=threads,
+        micro_batch=micro_batch,
+        num_micro_batches=num_micro_batches,
+    )
+    options = RunOptions(plan_file=plan, machine=machine, output=output, restart=restart, report_file=report)
+    with ProgressBar() as bar:
+        all_done = run_work(model, work, limits, options, bar)
+    raise typer.Exit(0 if all_done else 1)

@@ -1,0 +1,96 @@
+"""A plan, readable: what it does and what is predicted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import RenderableType
+
+from lmoffload.report.tables import facts, grid
+from lmoffload.units import format_bytes, format_seconds
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.outcome import Infeasible
+from lmoffload_solver.plan import Named, Plan
+from lmoffload_solver.workload import Workload
+
+
+def plan_tables(plan: Plan) -> Iterator[RenderableType]:
+    """The decisions, then the prediction."""
+    yield facts(f"Plan for {plan.model.name} on {plan.machine.name}", _decisions(plan))
+    yield facts("Predicted", _predictions(plan))
+
+
+def memory_table(plan: Plan) -> RenderableType:
+    """Bytes of weights, KV and the peak, per tier."""
+    tiers = sorted({*plan.weights.bytes, *plan.kv.bytes, *plan.predicted.peak_bytes})
+    return grid(
+        "Memory",
+        ("tier", "weights", "KV", "peak"),
+        (
+            (tier, *(format_bytes(of.get(tier, 0)) for of in (plan.weights.bytes, plan.kv.bytes)), _peak(plan, tier))
+            for tier in tiers
+        ),
+    )
+
+
+def infeasible_document(outcome: Infeasible, model: Named, machine: MachineProfile, workload: Workload) -> dict[str, Any]:
+    """The document of `plan --json` where no plan exists."""
+    return {
+        "schema": 1,
+        "model": model.model_dump(),
+        "machine": {"name": machine.name, "digest": machine.fingerprint()},
+        "workload": workload.model_dump(),
+        "quality": workload.quality,
+        "policy": "optimal",
+        "status": "infeasible",
+        "short": {"resource": outcome.resource, "bytes": outcome.short_by_bytes},
+        "advice": outcome.what_would_help,
+    }
+
+
+def work_of(workload: Workload) -> str:
+    """A workload in words."""
+    groups = ", ".join(f"{g.count} of {g.length} tokens" for g in workload.prompts[:4])
+    more = f" and {len(workload.prompts) - 4} more lengths" if len(workload.prompts) > 4 else ""
+    return f"{workload.num_prompts} prompts ({groups}{more}), {workload.gen_len} new tokens each"
+
+
+def _decisions(plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "work", work_of(plan.workload)
+    yield "block", f"{plan.num_micro_batches} micro-batches of {plan.micro_batch} prompts"
+    yield "weights", ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in plan.weights.bytes.items() if size)
+    formats = sorted(set(plan.weights.format.values()))
+    yield "stored as", ", ".join(formats)
+    yield "KV cache", f"{plan.kv.format.key} keys, {plan.kv.format.value} values; " + _sizes(plan.kv.bytes)
+    yield "attention", f"prefill on {plan.attention.prefill}, decode on {plan.attention.decode}"
+    yield "kernels", f"prefill {plan.kernels.prefill}, decode {plan.kernels.decode}"
+    yield "threads", ", ".join(f"{count} {task}" for task, count in plan.threads.items())
+    yield "read ahead", f"{plan.prefetch_depth} layers"
+
+
+def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
+    predicted = plan.predicted
+    yield "throughput", f"{predicted.tokens_per_s:.2f} tokens/s ({predicted.decode_tokens_per_s:.2f} in decode)"
+    phases = f"prefill {format_seconds(predicted.prefill_s)}, decode {format_seconds(predicted.decode_s)}"
+    yield "time", f"{format_seconds(predicted.total_s)}: {phases}"
+    yield "a decode step", format_seconds(predicted.step_s)
+    for tier, size in predicted.peak_bytes.items():
+        base = f", of it {format_bytes(predicted.base_bytes)} the process itself" if tier == "host" else ""
+        yield f"peak on {tier}", format_bytes(size) + base
+    yield "binds", plan.binding
+    search = f"{plan.status}, {plan.programs_solved} programs in {format_seconds(plan.solve_s)}"
+    yield "bound", f"{plan.bound_tokens_per_s:.2f} tokens/s; gap {plan.gap:.1%} ({search})"
+    for price in plan.shadow_prices:
+        yield f"one {price.unit} more of {price.resource}", f"{price.gain_tokens_per_s:+.3f} tokens/s"
+    for looser in plan.looser_quality:
+        loss = "loss not measured" if looser.loss is None else f"loss {looser.loss:.2%}"
+        yield f"quality {looser.quality}", f"{looser.tokens_per_s:.2f} tokens/s, {loss}"
+
+
+def _sizes(per_tier: dict[Any, int]) -> str:
+    return ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in per_tier.items() if size) or "none"
+
+
+def _peak(plan: Plan, tier: Any) -> str:
+    return format_bytes(plan.predicted.peak_bytes[tier]) if tier in plan.predicted.peak_bytes else "-"

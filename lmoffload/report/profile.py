@@ -1,0 +1,119 @@
+"""A machine's profile, readable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from lmoffload.report.tables import facts, grid
+from lmoffload.units import format_bytes, format_rate, format_seconds
+from lmoffload_solver.machine import Curve, Disk, LinearCurve, MachineProfile
+
+SHOWN_ROWS = (1, 16, 64, 256, 1024)
+"""M of the products shown: the nearest measured ones."""
+
+
+def profile_tables(machine: MachineProfile) -> Iterator[RenderableType]:
+    """What the profile says, a table for each thing measured."""
+    yield _machine(machine)
+    for disk in machine.disks:
+        yield _disk(disk)
+    if machine.linear:
+        yield _linear(machine.linear)
+    if machine.attention:
+        yield grid(
+            "Attention",
+            ("phase", "threads", "least", "most"),
+            (
+                (f"{curve.phase}, {curve.format}", str(curve.threads), *_range(curve.rate, "B" if curve.phase == "decode" else "FLOP"))
+                for curve in machine.attention
+            ),
+        )
+    if machine.links:
+        yield grid(
+            "Links",
+            ("link", "memory", "least", "most"),
+            (
+                (f"{at.near} - {at.far} {at.direction}", "page-locked" if at.page_locked else "pageable", *_range(at.bytes_per_s, "B"))
+                for at in machine.links
+            ),
+        )
+    yield from (f"[yellow]{remark}[/yellow]" for remark in machine.remarks)
+
+
+def _machine(machine: MachineProfile) -> Table:
+    host, overheads = machine.host, machine.overheads
+    rows = [("profile", f"{machine.name}, {machine.provenance}")]
+    rows += [(f"processor ({p.tier})", f"{p.name}, {p.cores} cores, {' '.join(p.instruction_sets)}") for p in machine.processors]
+    usable, total = format_bytes(host.memory_usable_bytes), format_bytes(host.memory_total_bytes)
+    rows += [
+        ("memory", f"{usable} usable of {total} ({host.memory_limited_by})"),
+        ("cores", f"{host.cores} ({host.cores_limited_by})"),
+        ("last-level cache", format_bytes(host.last_level_cache_bytes)),
+    ]
+    rows += [(f"{rate.tier} memory read, {rate.threads} threads", _rate(rate.bytes_per_s, "B", rate.spread)) for rate in machine.memory]
+    rows += [
+        ("a layer's fixed cost", format_seconds(overheads.layer_s)),
+        ("a step's fixed cost", format_seconds(overheads.step_s)),
+        ("one call of the pool", format_seconds(overheads.linear_call_s)),
+        ("the process itself", format_bytes(machine.base_bytes)),
+    ]
+    if machine.default_threads_slowdown is not None:
+        rows.append(("libraries' default threads", f"{machine.default_threads_slowdown:.1f} times slower than ours"))
+    return facts("Machine", rows)
+
+
+def _disk(disk: Disk) -> Table:
+    direct = "direct" if disk.direct else "through the page cache"
+    checked = "" if disk.cache_excluded else ", page cache not excluded: unsure"
+    title = f"Disk {disk.file_system} ({disk.device}, {format_bytes(disk.free_bytes)} free, {direct}{checked})"
+    curves = [("read", c) for c in disk.read] + [("write", c) for c in disk.write]
+    return grid(
+        title,
+        ("", "in flight", "least", "most", "at request size"),
+        (
+            (way, str(curve.threads), *_range(curve.bytes_per_s, "B"), format_bytes(_best_x(curve.bytes_per_s)))
+            for way, curve in curves
+        ),
+    )
+
+
+def _linear(curves: tuple[LinearCurve, ...]) -> Table:
+    return grid(
+        "Linear layers",
+        ("kernel", "weights", "threads", "N x K", *(f"M = {m}" for m in SHOWN_ROWS)),
+        (
+            (
+                curve.kernel,
+                curve.format + ("" if curve.beyond_cache else " (in cache)"),
+                str(curve.threads),
+                f"{curve.n} x {curve.k}",
+                *(_at(curve.flops_per_s, m) for m in SHOWN_ROWS),
+            )
+            for curve in curves
+        ),
+    )
+
+
+def _at(curve: Curve, m: int) -> str:
+    """The rate where M is nearest, or a dash where nothing near was measured."""
+    index = min(range(len(curve.x)), key=lambda i: abs(curve.x[i] - m))
+    if not 0.5 <= curve.x[index] / m <= 2:
+        return "-"
+    return _rate(curve.y[index], "FLOP", curve.spread[index])
+
+
+def _range(curve: Curve, unit: str) -> tuple[str, str]:
+    least, most = (curve.y.index(f(curve.y)) for f in (min, max))
+    mark = " ?" if curve.unsteady else ""
+    return format_rate(curve.y[least], unit) + mark, format_rate(curve.y[most], unit) + mark
+
+
+def _rate(rate: float, unit: str, spread: float) -> str:
+    return format_rate(rate, unit) + (" ?" if spread > 0.25 else "")
+
+
+def _best_x(curve: Curve) -> float:
+    return curve.x[curve.y.index(max(curve.y))]

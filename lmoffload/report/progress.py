@@ -1,0 +1,71 @@
+"""Progress of long work on standard error, with a predicted end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from lmoffload.profiler.progress import Progress as Profiling
+from lmoffload.units import format_seconds
+
+LINE_EVERY_S = 15.0
+"""Where standard error is no terminal, a line this often."""
+
+
+class ProgressBar:
+    """A bar on a terminal, now and then a line elsewhere. A context manager."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[end]}"), console=Console(stderr=True), transient=True
+        )
+        self._task = self._bar.add_task("", total=1.0, end="")
+        self._next_line_s = time.monotonic() + LINE_EVERY_S
+
+    def show(self, what: str, share: float, remaining_s: float) -> None:
+        """`share` of the work is done, and `remaining_s` seconds are left."""
+        left = f"{format_seconds(remaining_s)} left"
+        if sys.stderr.isatty():
+            self._bar.update(self._task, description=what, completed=min(share, 1.0), end=left)
+        elif time.monotonic() >= self._next_line_s:
+            print(f"{what}: {share:.0%}, {left}", file=sys.stderr, flush=True)
+            self._next_line_s = time.monotonic() + LINE_EVERY_S
+
+    def say(self, what: str) -> None:
+        """Something short without a known end has begun."""
+        if sys.stderr.isatty():
+            self._bar.update(self._task, description=what, completed=0.0, end="")
+
+    def show_profiling(self, progress: Profiling) -> None:
+        """The profiler has come to its next measurement."""
+        whole_s = progress.elapsed_s + progress.remaining_s
+        self.show(f"measuring: {progress.what}", progress.elapsed_s / whole_s if whole_s else 0.0, progress.remaining_s)
+
+    def __enter__(self) -> ProgressBar:
+        if sys.stderr.isatty():
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+
+class RunProgress:
+    """Turns an engine's steps into a share of the job: the plan's seconds first, corrected by the seconds spent as they come."""
+
+    def __init__(self, bar: ProgressBar, prefill_s: float, decode_s: float) -> None:
+        self._bar = bar
+        self._total_s = max(prefill_s + decode_s, 1e-9)
+        self._prefill_share = prefill_s / self._total_s
+
+    def show(self, *, steps_done: int, num_steps: int, blocks_done: int, num_blocks: int, tokens: int, elapsed_s: float) -> None:
+        """A step has ended: `steps_done` of `num_steps` (the prefill and the decode steps) of the block after `blocks_done` others."""
+        decoded = 1.0 if num_steps == 1 else (steps_done - 1) / (num_steps - 1)
+        share = (blocks_done + self._prefill_share + (1 - self._prefill_share) * decoded) / num_blocks
+        remaining_s = elapsed_s * (1 - share) / share if share else self._total_s
+        rate = tokens / elapsed_s if elapsed_s else 0.0
+        self._bar.show(f"block {blocks_done + 1} of {num_blocks}, {rate:.1f} tokens/s", share, remaining_s)
