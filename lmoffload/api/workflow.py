@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,6 +87,8 @@ def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: Pr
         tell(remark)
     machine = machine_of(options.machine, checkpoint.path, on_progress=bar.show_profiling, tell=tell)
     planned = None if options.plan_file is None else read_plan(options.plan_file, model, machine)
+    if planned is not None and work.gen_len is None:
+        work = replace(work, gen_len=planned.plan.workload.gen_len)
     bar.say("loading the tokenizer")
     from lmoffload.jobs.text import Text
 

@@ -1,0 +1,32 @@
+"""Rules of the house that no linter knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted([*(ROOT / "lmoffload").rglob("*.py"), *(ROOT / "solver" / "lmoffload_solver").rglob("*.py")])
+MOST_LINES = 330
+
+
+def test_files_have_one_noun_and_about_300_lines() -> None:
+    long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text(encoding="utf-8").splitlines())) > MOST_LINES}
+    assert not long
+
+
+def test_every_file_says_what_it_is() -> None:
+    mute = [str(path.relative_to(ROOT)) for path in SOURCES if not path.read_text(encoding="utf-8").startswith('"""')]
+    assert not mute
+
+
+def test_packages_are_typed() -> None:
+    assert (ROOT / "lmoffload" / "py.typed").exists()
+    assert (ROOT / "solver" / "lmoffload_solver" / "py.typed").exists()
+
+
+def test_no_environment_variable_is_read_outside_its_place() -> None:
+    """OMP_WAIT_POLICY in environment.py; user directories in settings.py."""
+    readers = [
+        path.relative_to(ROOT).as_posix() for path in SOURCES if any(word in path.read_text(encoding="utf-8") for word in ("os.environ", "getenv("))
+    ]
+    assert set(readers) <= {"lmoffload/environment.py", "lmoffload/settings.py"}, readers
