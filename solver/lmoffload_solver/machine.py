@@ -1,6 +1,7 @@
 """MachineProfile: what a machine is, as measured. Curves are data; `costs.py` turns them into seconds.
 
-Every measured series keeps its spread, (90th − 10th percentile) / median of its repetitions, and is marked `unsteady` when that exceeds 0.25
+Every measured series keeps its spread, (90th − 10th percentile) / median of its repetitions, and is marked `unsteady` when that exceeds
+0.25
 at any point: a plan made from such a curve says so.
 """
 

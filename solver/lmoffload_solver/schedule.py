@@ -1,8 +1,9 @@
 """The task graph of a plan: one schedule, two interpreters.
 
 `units_of` cuts the model into the units that are computed between two switches of micro-batch: the embedding, each decoder layer, and the
-output head (in pieces no larger than a layer when it is streamed). `block_tasks` generates the zig-zag block lazily: for each step, for each
-unit, for every micro-batch, so that one weight load serves all. `simulate` walks the tasks with predicted seconds, the executor runs them.
+output head (in pieces no larger than a layer when it is streamed). `block_tasks` generates the zig-zag block lazily: for each step, for
+each unit, for every micro-batch, so that one weight load serves all. `simulate` walks the tasks with predicted seconds, the executor runs
+them.
 
 Resources are serial servers that take their tasks in graph order, so the simulated time is a max-plus recurrence over this graph.
 """

@@ -1,0 +1,168 @@
+"""How the sequences of a job are cut into blocks and micro-batches, which steps are sampled, and what their computing costs.
+
+Sequences are taken longest first, so that the first block needs most memory and the first micro-batch is the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from lmoffload_solver import counting
+from lmoffload_solver.costs import Array, LayerKind, MachineCosts, Phase
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.workload import Workload
+
+MAX_BLOCK_SAMPLES = 6
+"""Blocks priced where a job has more different ones."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A sampled step of a block: 0 is the prefill, i the i-th decode step. It stands for `weight` steps."""
+
+    step: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Sequences [first_row, end_row) of the job, longest first; `count` blocks cost the same."""
+
+    first_row: int
+    end_row: int
+    count: int
+
+    def micro_batches(self, micro_batch: int) -> tuple[tuple[int, int], ...]:
+        """Rows [first, end) of each micro-batch."""
+        starts = range(self.first_row, self.end_row, micro_batch)
+        return tuple((first, min(first + micro_batch, self.end_row)) for first in starts)
+
+
+def lengths_of(workload: Workload) -> tuple[int, ...]:
+    """Prompt lengths, longest first."""
+    groups = sorted(workload.prompts, key=lambda group: -group.length)
+    return tuple(group.length for group in groups for _ in range(group.count))
+
+
+def decode_steps(gen_len: int) -> tuple[Step, ...]:
+    """Sampled decode steps of `gen_len` new tokens (the prefill gives the first): first, second, middle, last, each with the number of
+    steps it stands for when times between two samples grow linearly."""
+    last = gen_len - 1
+    knots = sorted({step for step in (1, 2, (2 + last) // 2, last) if 1 <= step <= last})
+    weights = dict.fromkeys(knots, 0.0)
+    if knots:
+        weights[knots[0]] = 1.0
+    for begin, end in pairwise(knots):
+        weights[begin] += (end - begin - 1) / 2
+        weights[end] += (end - begin + 1) / 2
+    return tuple(Step(step, weight) for step, weight in weights.items())
+
+
+def blocks_of(lengths: Sequence[int], block_rows: int) -> tuple[Block, ...]:
+    """The different blocks of a job, in order. Blocks of one length are one; where more than `MAX_BLOCK_SAMPLES` differ, evenly spread ones
+    stand for their neighbours, the last (partial) one for itself."""
+    num_rows = len(lengths)
+    found: list[Block] = []
+    for first in range(0, num_rows, block_rows):
+        end = min(first + block_rows, num_rows)
+        last = found[-1] if found else None
+        same_size = last is not None and last.end_row - last.first_row == end - first
+        if last is not None and same_size and lengths[last.first_row] == lengths[end - 1]:
+            found[-1] = Block(last.first_row, last.end_row, last.count + 1)
+        else:
+            found.append(Block(first, end, 1))
+    if len(found) <= MAX_BLOCK_SAMPLES:
+        return tuple(found)
+    body, tail = found[:-1], found[-1]
+    bounds = np.linspace(0, len(body), MAX_BLOCK_SAMPLES).round().astype(int)
+    sampled = []
+    for begin, end in pairwise(bounds):
+        middle = body[(begin + end) // 2]
+        sampled.append(Block(middle.first_row, middle.end_row, sum(block.count for block in body[begin:end])))
+    return (*sampled, tail)
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Computing of one step of a block, contention left out."""
+
+    layers: tuple[float, ...]
+    """Per kind of layer, one layer over all micro-batches."""
+    head: float
+    """The whole output head, all micro-batches; each of its pieces adds `piece`."""
+    piece: float
+    around: float
+    """Outside the layers: per micro-batch and per sequence."""
+    lookup: float
+    """Embedding rows read from disk, where the table is there."""
+
+
+class JobCosts:
+    """Computing costs of a job's blocks at one number of threads. Costs of a run of sequences are differences of running sums."""
+
+    def __init__(self, model: ModelShape, workload: Workload, costs: MachineCosts) -> None:
+        self.model, self.costs = model, costs
+        self.lengths = lengths_of(workload)
+        self.steps = (Step(0, 1.0), *decode_steps(workload.gen_len))
+        kinds = [LayerKind.of(model, layer) for layer in range(model.num_layers)]
+        self.kinds = tuple(dict.fromkeys(kinds))
+        self.kind_of_layer = tuple(self.kinds.index(kind) for kind in kinds)
+        self.layers_of_kind = tuple(self.kind_of_layer.count(index) for index in range(len(self.kinds)))
+        self._tokens = _running(np.array(self.lengths, dtype=np.float64))
+        self._attention = {step.step: [self._attention_sums(kind, step.step) for kind in self.kinds] for step in self.steps}
+
+    def steps_seconds(self, block: Block, micro_batch: int, phase: Phase, kernel: str) -> tuple[StepSeconds, ...]:
+        """Seconds of each sampled step of a phase of a block, cut into micro-batches of `micro_batch` sequences."""
+        starts = np.arange(block.first_row, block.end_row, micro_batch)
+        ends = np.minimum(starts + micro_batch, block.end_row)
+        rows, row_counts = np.unique(_padded((ends - starts).astype(np.float64)), return_counts=True)
+        sizes, counts = rows, row_counts
+        tokens = float(block.end_row - block.first_row)
+        if phase == "prefill":
+            exact = self._tokens[ends] - self._tokens[starts]
+            sizes, counts = np.unique(_padded(exact), return_counts=True)
+            tokens = float(exact.sum())
+        layers = [float((self.costs.layer_seconds(kind, kernel, sizes) * counts).sum()) for kind in self.kinds]
+        overheads = self.costs.machine.overheads
+        head = float((self.costs.head_seconds(self.model, kernel, rows) * row_counts).sum())
+        around = overheads.step_s * len(starts) + overheads.row_s * (block.end_row - block.first_row)
+        lookup = self.costs.lookup_seconds(self.model, on_disk=True) * tokens
+        found = []
+        for step in self.steps[:1] if phase == "prefill" else self.steps[1:]:
+            sums = self._attention[step.step]
+            with_attention = tuple(one + float(s[block.end_row] - s[block.first_row]) for one, s in zip(layers, sums, strict=True))
+            found.append(StepSeconds(with_attention, head, overheads.linear_call_s * len(starts), around, lookup))
+        return tuple(found)
+
+    def total(self, seconds: StepSeconds, num_pieces: int, embedding_on_disk: bool) -> float:
+        """Seconds of the whole step."""
+        layers = sum(count * one for count, one in zip(self.layers_of_kind, seconds.layers, strict=True))
+        return layers + seconds.head + num_pieces * seconds.piece + seconds.around + (seconds.lookup if embedding_on_disk else 0.0)
+
+    @cached_property
+    def _distinct(self) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
+        values, inverse = np.unique(np.array(self.lengths), return_inverse=True)
+        return tuple(int(value) for value in values), inverse
+
+    def _attention_sums(self, kind: LayerKind, step: int) -> Array:
+        lengths, inverse = self._distinct
+        if step == 0:
+            seconds = self.costs.prefill_attention_seconds(kind.shape, lengths)
+        else:
+            seconds = self.costs.decode_attention_seconds(kind.shape, [length + step for length in lengths])
+        return _running(seconds[inverse])
+
+
+def _running(values: Array) -> Array:
+    return np.concatenate(([0.0], np.cumsum(values)))
+
+
+def _padded(tokens: Array) -> Array:
+    multiple = counting.TOKEN_MULTIPLE
+    return np.asarray(np.ceil(tokens / multiple) * multiple)

@@ -1,0 +1,252 @@
+"""Seconds for each task on a given machine. Rates come from measured curves, interpolated log-log and extended flat at both ends.
+
+A resource's time in a step is the sum of its tasks. `MachineCosts` prices single pieces of work; `blocks.py` adds them up over the
+sequences of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lmoffload_solver import counting
+from lmoffload_solver.errors import StatedError
+from lmoffload_solver.machine import AttentionCurve, Curve, Disk, LinearCurve, MachineProfile
+from lmoffload_solver.model import LayerShape, ModelShape
+from lmoffload_solver.schedule import READ_REQUEST_BYTES
+from lmoffload_solver.value import Resource, Tier
+
+Array = npt.NDArray[np.float64]
+Phase = Literal["prefill", "decode"]
+
+COMPUTE_RESOURCE: dict[Tier, Resource] = {"device": "device", "host": "host_compute"}
+"""The server that computes where a tier's memory is."""
+
+READ_RESOURCE: dict[Tier, Resource] = {"disk": "disk_read", "host": "upload"}
+"""The server that moves bytes from a tier one step nearer to the compute tier."""
+
+ACTIVITY_NAMES: dict[Resource, frozenset[str]] = {
+    "disk_read": frozenset({"disk_read", "disk_io", "disk"}),
+    "host_compute": frozenset({"host_compute", "compute"}),
+}
+"""A profile's contention entries name activities by resource or by class of task."""
+
+
+def chain_of(machine: MachineProfile) -> tuple[Tier, ...]:
+    """The tiers from the compute tier outward.
+
+    Raises:
+        StatedError: the machine has no disk measured.
+    """
+    if not machine.disks:
+        raise StatedError(f"The machine profile {machine.name!r} has no disk measured; run `lmoffload profile --disk PATH`.")
+    return ("host", "disk")
+
+
+def disk_of(machine: MachineProfile, file_system: str | None) -> Disk:
+    """The disk that holds a file system (its mount point); the first one measured when none is named.
+
+    Raises:
+        StatedError: that file system was never measured.
+    """
+    for disk in machine.disks:
+        if file_system in (None, disk.file_system):
+            return disk
+    known = ", ".join(disk.file_system for disk in machine.disks) or "none"
+    raise StatedError(f"The disk at {file_system} was not measured (measured: {known}); run `lmoffload profile --disk {file_system}`.")
+
+
+def rate_at(curve: Curve, x: float | Array) -> Array:
+    """Rate of a curve at x: linear in log rate over log x between points, flat beyond them."""
+    return np.asarray(np.exp(np.interp(np.log(x), np.log(curve.x), np.log(curve.y))))
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Slowdown of reading and computing while both run: time together / time alone, each at least 1.
+
+    Where 1/read + 1/compute < 1, running both at once is slower than one after the other; the pair is then scaled to equality.
+    """
+
+    read: float = 1.0
+    compute: float = 1.0
+
+    @staticmethod
+    def of(machine: MachineProfile, read: Resource, compute: Resource) -> Contention:
+        """The measured pair of a machine; 1 where none was measured."""
+        for entry in machine.contention:
+            if entry.first in ACTIVITY_NAMES[read] and entry.second in ACTIVITY_NAMES[compute]:
+                return Contention._clamped(entry.first_slowdown, entry.second_slowdown)
+            if entry.second in ACTIVITY_NAMES[read] and entry.first in ACTIVITY_NAMES[compute]:
+                return Contention._clamped(entry.second_slowdown, entry.first_slowdown)
+        return Contention()
+
+    @staticmethod
+    def _clamped(read: float, compute: float) -> Contention:
+        read, compute = max(1.0, read), max(1.0, compute)
+        scale = min(1.0, 1 / read + 1 / compute)
+        return Contention(read * scale, compute * scale)
+
+    def stretched(self, read_s: float, compute_s: float) -> tuple[float, float]:
+        """Seconds that reading and computing take when as much as possible of both runs at once.
+
+        With D, C alone and slowdowns d, c: the one that is over first, D·d or C·c, is slowed all along, the other while it lasts:
+        D·d >= C·c: (D + C·c·(1 − 1/d), C·c), else (D·d, C + D·d·(1 − 1/c)).
+        """
+        slow_read, slow_compute = read_s * self.read, compute_s * self.compute
+        if slow_read >= slow_compute:
+            return read_s + slow_compute * (1 - 1 / self.read), slow_compute
+        return slow_read, compute_s + slow_read * (1 - 1 / self.compute)
+
+
+class LinearCosts:
+    """Seconds of linear layers with one number of threads."""
+
+    def __init__(self, curves: Sequence[LinearCurve], threads: int) -> None:
+        self._curves: dict[tuple[str, str], list[LinearCurve]] = {}
+        for curve in curves:
+            if curve.threads == threads:
+                self._curves.setdefault((curve.kernel, curve.format), []).append(curve)
+        self._tables: dict[tuple[str, str, int, int], Array] = {}
+        largest = max((int(curve.flops_per_s.x[-1]) for curve in curves), default=1)
+        steps = counting.padded_tokens(largest) // counting.TOKEN_MULTIPLE
+        self._grid: Array = np.arange(1, steps + 1, dtype=np.float64) * counting.TOKEN_MULTIPLE
+
+    def kernels(self, format_name: str) -> tuple[str, ...]:
+        """Kernels measured for a stored format."""
+        return tuple(dict.fromkeys(kernel for kernel, fmt in self._curves if fmt == format_name))
+
+    def kernel_for(self, kernel: str, format_name: str) -> str:
+        """`kernel`, or where it was not measured for this format the first that was."""
+        if (kernel, format_name) in self._curves:
+            return kernel
+        return self.kernels(format_name)[0]
+
+    def rate(self, kernel: str, format_name: str, n: int, k: int, tokens: Array) -> Array:
+        """FLOP/s of a layer [N, K]: the curve of that shape, or between the curves of the nearest weight counts, log-log."""
+        curves = self._curves[self.kernel_for(kernel, format_name), format_name]
+        exact = [curve for curve in curves if (curve.n, curve.k) == (n, k)]
+        by_count: dict[int, Array] = {}
+        for curve in exact or curves:
+            rates, count = rate_at(curve.flops_per_s, tokens), curve.n * curve.k
+            by_count[count] = np.minimum(by_count[count], rates) if count in by_count else rates
+        counts = sorted(by_count)
+        at = float(np.clip(n * k, counts[0], counts[-1]))
+        above = next(count for count in counts if count >= at)
+        below = max(count for count in counts if count <= at)
+        if above == below:
+            return by_count[above]
+        share = (np.log(at) - np.log(below)) / (np.log(above) - np.log(below))
+        return np.asarray(by_count[below] ** (1 - share) * by_count[above] ** share)
+
+    def seconds(self, kernel: str, format_name: str, n: int, k: int, tokens: Array) -> Array:
+        """Seconds of a linear layer [N, K] over `tokens` rows, each a multiple of 4: 2·M·N·K / rate, read from a table over M."""
+        key = (self.kernel_for(kernel, format_name), format_name, n, k)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = 2.0 * n * k * self._grid / self.rate(*key, self._grid)
+        index = np.minimum(np.asarray(tokens) // counting.TOKEN_MULTIPLE, len(table)).astype(np.int64) - 1
+        return np.asarray(table[index] * np.maximum(1.0, tokens / self._grid[-1]))
+
+
+class DiskCosts:
+    """Prices of reading from a disk with at most `io_threads` requests in flight."""
+
+    def __init__(self, disk: Disk, io_threads: int) -> None:
+        self._read = {curve.threads: curve.bytes_per_s for curve in disk.read if curve.threads <= io_threads}
+
+    def read_seconds(self, num_bytes: int, num_requests: int) -> float:
+        """Seconds to read a unit's `num_bytes` from disk in `num_requests` requests of about equal size: bytes / rate(size, in flight),
+        and the latency of a single request for the emptying of the queue at the unit's end."""
+        if num_bytes == 0:
+            return 0.0
+        threads = max((count for count in self._read if count <= num_requests), default=min(self._read))
+        curve = self._read[threads]
+        latency = self._read[min(self._read)].fit
+        rate = float(rate_at(curve, num_bytes / num_requests))
+        return num_bytes / rate + (latency.latency_s if latency is not None else 0.0)
+
+    @cached_property
+    def best_read_rate(self) -> float:
+        """Bytes per second that no unit's read exceeds."""
+        curves = self._read.values()
+        within = [rate for c in curves for size, rate in zip(c.x, c.y, strict=True) if size <= READ_REQUEST_BYTES]
+        return max([*within, *(float(rate_at(curve, READ_REQUEST_BYTES)) for curve in curves)])
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Decoder layers that cost the same."""
+
+    shape: LayerShape
+    matrices: tuple[tuple[str, int, int], ...]
+    """(format, N, K) of each linear layer."""
+    elementwise_bytes: int
+    """Per token."""
+
+    @staticmethod
+    def of(model: ModelShape, layer: int) -> LayerKind:
+        """The kind of one layer of a model."""
+        matrices = tuple((t.format, *counting.matrix_size(t)) for t in counting.layer_matrices(model, layer))
+        return LayerKind(model.layers[layer], matrices, counting.elementwise_bytes(model, layer, 1))
+
+
+class MachineCosts:
+    """Prices of a machine whose compute tier is the host, with a disk behind it, at one number of compute threads."""
+
+    def __init__(self, machine: MachineProfile, disk: DiskCosts, compute_threads: int) -> None:
+        self.machine, self.disk = machine, disk
+        self.compute_threads = compute_threads
+        self.linear = LinearCosts(machine.linear, compute_threads)
+        self.contention = Contention.of(machine, "disk_read", "host_compute")
+        self._attention = {phase: _attention_curve(machine, phase, compute_threads) for phase in ("prefill", "decode")}
+
+    def layer_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> Array:
+        """Seconds of one decoder layer over micro-batches of `tokens` (padded) tokens, attention left out:
+        linear layers + their hand-over to the pool + fixed cost of a layer + elementwise bytes / rate."""
+        overheads = self.machine.overheads
+        fixed = overheads.layer_s + overheads.linear_call_s * len(kind.matrices)
+        seconds = fixed + kind.elementwise_bytes * tokens / overheads.elementwise_bytes_per_s
+        for matrix in kind.matrices:
+            seconds = seconds + self.linear.seconds(kernel, *matrix, tokens)
+        return np.asarray(seconds)
+
+    def head_seconds(self, model: ModelShape, kernel: str, rows: Array) -> Array:
+        """Seconds of the output head over one token of each of `rows` (padded) sequences, its hand-over to the pool left out."""
+        return self.linear.seconds(kernel, model.head.format, *counting.matrix_size(model.head), rows)
+
+    def prefill_attention_seconds(self, shape: LayerShape, lengths: Sequence[int]) -> Array:
+        """Seconds of one layer's attention over each prompt."""
+        flops = np.array([counting.prefill_attention_flops(shape, length) for length in lengths])
+        return np.asarray(flops / rate_at(self._attention["prefill"], np.asarray(lengths, dtype=np.float64)))
+
+    def decode_attention_seconds(self, shape: LayerShape, contexts: Sequence[int]) -> Array:
+        """Seconds of one layer's attention over each sequence, `contexts` tokens long with the newest."""
+        read = np.array([counting.decode_attention_bytes(shape, context) for context in contexts], dtype=np.float64)
+        kept = np.array([counting.kv_tokens(shape, context) for context in contexts], dtype=np.float64)
+        return np.asarray(read / rate_at(self._attention["decode"], kept))
+
+    def lookup_seconds(self, model: ModelShape, on_disk: bool) -> float:
+        """Seconds of one token's embedding: a random read of its row where the table is on disk, else part of the fixed costs."""
+        if not on_disk:
+            return 0.0
+        return self.machine.overheads.random_read_s + counting.row_bytes(model.embedding) / self.disk.best_read_rate
+
+
+def num_requests(piece_bytes: Sequence[int]) -> int:
+    """Requests in which pieces are read."""
+    return sum(-(-size // READ_REQUEST_BYTES) for size in piece_bytes)
+
+
+def _attention_curve(machine: MachineProfile, phase: str, threads: int) -> Curve:
+    """The curve of the largest number of threads within `threads`, or of the smallest measured."""
+    curves: list[AttentionCurve] = [curve for curve in machine.attention if curve.phase == phase]
+    if not curves:
+        raise StatedError(f"The machine profile {machine.name!r} has no {phase} attention curve; run `lmoffload profile` again.")
+    within = [curve for curve in curves if curve.threads <= threads]
+    return (max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)).rate

@@ -1,0 +1,171 @@
+"""The place that counts bytes and FLOPs: stored, moved, read; per tensor, layer, phase. Nothing else multiplies sizes.
+
+Class "exact" on the CPU: hidden states, keys and values are fp32.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
+from lmoffload_solver.schedule import Unit
+from lmoffload_solver.value import TensorClass
+
+ACTIVATION_BYTES = 4
+"""Bytes of one fp32 activation."""
+
+TOKEN_MULTIPLE = 4
+"""Tokens of a packed micro-batch are padded to a multiple of this: products of one or two rows differ in their last bits."""
+
+POSITION_BYTES = 8
+"""One int64 position id per token."""
+
+
+def padded_tokens(tokens: int) -> int:
+    """Tokens that are computed for `tokens` packed tokens."""
+    return -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+
+
+# Weights
+
+
+def tensor_bytes(tensor: TensorShape, format_name: str | None = None) -> int:
+    """Stored bytes of a tensor, in its own format or another.
+
+    Raises:
+        StatedError: the shape is not a whole number of the format's blocks, or the format is unknown.
+    """
+    return stored_bytes(tensor.shape, format_name or tensor.format)
+
+
+def weights_bytes(model: ModelShape) -> int:
+    """Stored bytes of all tensors; a tied head is the embedding and counts once."""
+    return sum(tensor_bytes(tensor) for tensor in model.tensors)
+
+
+def class_bytes(model: ModelShape) -> dict[TensorClass, int]:
+    """Stored bytes of each class of tensors."""
+    total: dict[TensorClass, int] = {}
+    for tensor in model.tensors:
+        total[tensor.tensor_class] = total.get(tensor.tensor_class, 0) + tensor_bytes(tensor)
+    return total
+
+
+def matrix_size(tensor: TensorShape) -> tuple[int, int]:
+    """(N, K): rows, all leading dimensions flattened, and columns of a matrix."""
+    return prod(tensor.shape[:-1]), tensor.shape[-1]
+
+
+def row_bytes(tensor: TensorShape) -> int:
+    """Stored bytes of one row of a matrix."""
+    return stored_bytes((tensor.shape[-1],), tensor.format)
+
+
+def vector_bytes(model: ModelShape) -> int:
+    """Bytes that tensors that are no matrices (norms, biases) take in memory: they are kept widened to fp32."""
+    return sum(ACTIVATION_BYTES * prod(tensor.shape) for tensor in model.tensors if not tensor.is_matrix)
+
+
+def layer_matrices(model: ModelShape, layer: int) -> tuple[TensorShape, ...]:
+    """The matrices of a decoder layer."""
+    return tuple(tensor for tensor in model.by_layer[layer] if tensor.is_matrix)
+
+
+def num_linears(model: ModelShape, layer: int) -> int:
+    """Linear layers called in one decoder layer."""
+    return len(layer_matrices(model, layer))
+
+
+def moved_bytes(units: tuple[Unit, ...]) -> int:
+    """Stored bytes moved to the compute tier in one step."""
+    return sum(unit.streamed_bytes for unit in units)
+
+
+# KV cache and hidden states
+
+
+def kv_bytes_per_token(layer: LayerShape, key_format: str = "fp32", value_format: str = "fp32") -> int:
+    """Bytes of one token's keys and values at one layer: kv_heads · (key_dim · key bits + value_dim · value bits) / 8."""
+    key = stored_bytes((layer.num_kv_heads, layer.key_dim), key_format)
+    return key + stored_bytes((layer.num_kv_heads, layer.value_dim), value_format)
+
+
+def kv_tokens(layer: LayerShape, tokens: int) -> int:
+    """Tokens of a sequence of `tokens` that a layer keeps: a sliding window caps them."""
+    return tokens if layer.window is None else min(tokens, layer.window)
+
+
+def kv_bytes(model: ModelShape, tokens: int, key_format: str = "fp32", value_format: str = "fp32") -> int:
+    """Bytes of one sequence's keys and values over all layers, with room for `tokens` tokens."""
+    return sum(kv_tokens(layer, tokens) * kv_bytes_per_token(layer, key_format, value_format) for layer in model.layers)
+
+
+def hidden_bytes(model: ModelShape, tokens: int) -> int:
+    """Bytes of the hidden state of `tokens` tokens between two layers."""
+    return ACTIVATION_BYTES * model.hidden_size * tokens
+
+
+def suspended_bytes(model: ModelShape, tokens: int) -> int:
+    """Bytes that a suspended micro-batch of `tokens` tokens keeps: hidden state, position ids, and the cosines and sines of the rotary
+    embedding (one pair per different head size and window kind)."""
+    kinds = {(layer.key_dim, layer.window is None) for layer in model.layers}
+    rotary = sum(2 * ACTIVATION_BYTES * key_dim for key_dim, _ in kinds)
+    return hidden_bytes(model, tokens) + tokens * (POSITION_BYTES + rotary)
+
+
+# Work
+
+
+def linear_flops(tokens: int, n: int, k: int) -> int:
+    """FLOPs of a linear layer [N, K] over `tokens` rows: 2·M·N·K."""
+    return 2 * tokens * n * k
+
+
+def layer_linear_flops(model: ModelShape, layer: int, tokens: int) -> int:
+    """FLOPs of a decoder layer's linear layers."""
+    return sum(linear_flops(tokens, *matrix_size(tensor)) for tensor in layer_matrices(model, layer))
+
+
+def head_flops(model: ModelShape, rows: int) -> int:
+    """FLOPs of the output head over one token of each of `rows` sequences."""
+    return linear_flops(rows, *matrix_size(model.head))
+
+
+def prefill_attention_flops(layer: LayerShape, length: int) -> float:
+    """FLOPs of causal attention over a prompt of `length` tokens: 2·heads·(key_dim + value_dim) · pairs, where a full layer has length²/2
+    pairs of query and key, and a window w leaves w·length − w²/2 of them."""
+    window = layer.window
+    pairs = length * length / 2 if window is None or length <= window else window * length - window * window / 2
+    return 2 * layer.num_heads * (layer.key_dim + layer.value_dim) * pairs
+
+
+def decode_attention_bytes(layer: LayerShape, context: int) -> int:
+    """KV bytes that one sequence's attention reads in a decode step with `context` tokens, the newest included."""
+    return kv_tokens(layer, context) * kv_bytes_per_token(layer)
+
+
+def elementwise_bytes(model: ModelShape, layer: int, tokens: int) -> int:
+    """Bytes that a decoder layer reads and writes outside its products and its attention, in fp32:
+
+    two norms (each reads, writes a normed copy, and rereads it: 3·hidden), two residual additions (read two, write one: 3·hidden);
+    rotary embedding of q and k (two products, a rotated copy, a sum: 8 · their width); k and v appended to the cache (2 · their width);
+    activation and gate (read and write one, read two and write one: 5·intermediate).
+    The profiler divides measured time by this count, so that only its proportions between models matter.
+    """
+    shape = model.layers[layer]
+    query = shape.num_heads * shape.key_dim
+    key, value = shape.num_kv_heads * shape.key_dim, shape.num_kv_heads * shape.value_dim
+    floats = 12 * model.hidden_size + 8 * (query + key) + 2 * (key + value) + 5 * model.intermediate_size
+    return ACTIVATION_BYTES * floats * tokens
+
+
+def main_format(model: ModelShape, tensor_class: TensorClass | None = None) -> str:
+    """The stored format of most bytes of the matrices (of a class)."""
+    total: dict[str, int] = {}
+    for tensor in model.tensors:
+        if tensor_class is None and not tensor.is_matrix:
+            continue
+        if tensor_class is None or tensor.tensor_class == tensor_class:
+            total[tensor.format] = total.get(tensor.format, 0) + tensor_bytes(tensor)
+    return max(total, key=lambda name: (total[name], FORMATS[name].bits_per_element))

@@ -1,0 +1,192 @@
+"""Bytes of the compute tier at the peak of each phase, as a formula with named parts.
+
+    peak = base + objects + vectors + homes of weights + ring buffers + KV + max over phases (suspended + max(layer, head))
+
+Homes (weights, KV, the live state of every suspended micro-batch) add up; transients take the maximum. KV has exactly the capacity that
+each sequence of the first, largest block needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lmoffload_solver import counting
+from lmoffload_solver.blocks import lengths_of
+from lmoffload_solver.counting import ACTIVATION_BYTES
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import Plan, TensorPlan
+from lmoffload_solver.schedule import aligned_bytes, num_slots, slot_bytes, units_of
+from lmoffload_solver.workload import Limits, Workload
+
+TILE_BYTES = 4 * 2**20
+"""Weights widened at a time by one thread, and as much again for the product library's own packing."""
+
+QUERY_BLOCK = 256
+"""Queries whose scores one thread holds in the prefill, three copies (scores, exponentials, products)."""
+
+GREENLET_BYTES = 64 * 2**10
+"""Saved stack and frames of a suspended micro-batch."""
+
+LAYER_OBJECT_BYTES = 160 * 2**10
+"""Modules and parameters without data of a decoder layer."""
+
+TOKENIZER_BYTES_PER_TOKEN = 512
+"""Vocabulary and merges of a tokenizer, per entry."""
+
+SAMPLING_COPIES = 6
+"""fp32-sized copies of one sequence's logits while it is sampled: scaled, sorted with 8-byte indices, probabilities, running sums."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes that do not depend on where the matrices lie, but for the logits."""
+
+    always: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+    """Per phase: "suspended" adds to the larger of "layer" and "head"."""
+
+    @property
+    def phase_bytes(self) -> int:
+        """The largest phase."""
+        return max(phase["suspended"] + max(phase["layer"], phase["head"]) for phase in self.phases.values())
+
+    @property
+    def total(self) -> int:
+        """All parts at the peak."""
+        return sum(self.always.values()) + self.phase_bytes
+
+
+class JobMemory:
+    """Memory of a job's blocks, for any size of micro-batch."""
+
+    def __init__(self, model: ModelShape, workload: Workload, base_bytes: int) -> None:
+        self.model, self.base_bytes = model, base_bytes
+        lengths = np.array(lengths_of(workload), dtype=np.int64)
+        self._tokens = np.concatenate(([0], np.cumsum(lengths)))
+        distinct, inverse = np.unique(lengths, return_inverse=True)
+        kv = np.array([counting.kv_bytes(model, int(length) + workload.gen_len) for length in distinct], dtype=np.int64)
+        self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
+        self._longest = int(lengths[0])
+        self._vectors = counting.vector_bytes(model) + pinned_bytes(model)
+        self._head_bytes = ACTIVATION_BYTES * counting.matrix_size(model.head)[0]
+        self._attention = max(
+            2 * model.hidden_size + 5 * s.num_heads * s.key_dim + 3 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers
+        )
+        self._mlp = 2 * model.hidden_size + max(3 * model.intermediate_size, 2 * _widest_mlp(model))
+
+    def kv_bytes(self, block_rows: int) -> int:
+        """KV of the first block."""
+        return int(self._kv[min(block_rows, len(self._kv) - 1)])
+
+    def parts(self, micro_batch: int, num_micro_batches: int, threads: int, head_streams: bool) -> Parts:
+        """Parts of a plan's peak. Where the head streams in pieces, every suspended micro-batch keeps its logits."""
+        num_rows = len(self._kv) - 1
+        block_rows = min(micro_batch * num_micro_batches, num_rows)
+        rows = min(micro_batch, num_rows)
+        padding = counting.TOKEN_MULTIPLE * num_micro_batches
+        always = {
+            "base": self.base_bytes,
+            "objects": self.model.num_layers * LAYER_OBJECT_BYTES
+            + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN
+            + num_micro_batches * GREENLET_BYTES,
+            "vectors": self._vectors,
+            "kv": self.kv_bytes(block_rows),
+            "tiles": 2 * threads * TILE_BYTES,
+        }
+        first = counting.padded_tokens(int(self._tokens[rows]))
+        return Parts(
+            always,
+            {
+                "prefill": {
+                    "suspended": counting.suspended_bytes(self.model, int(self._tokens[block_rows]) + padding),
+                    "layer": self.layer_bytes(first) + 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest,
+                    "head": self.head_bytes(first, rows, block_rows, head_streams),
+                },
+                "decode": {
+                    "suspended": counting.suspended_bytes(self.model, block_rows + padding),
+                    "layer": self.layer_bytes(counting.padded_tokens(rows)),
+                    "head": self.head_bytes(counting.padded_tokens(rows), rows, block_rows, head_streams),
+                },
+            },
+        )
+
+    def layer_bytes(self, tokens: int) -> int:
+        """Temporaries of a decoder layer over `tokens` tokens, fp32, the larger of
+        attention: normed copies 2·hidden; q with its rotated copies 5·query; k and v with theirs 3·(key + value);
+        MLP: normed copies 2·hidden; gate, up and product 3·intermediate, or a fused product twice (as computed and as transposed)."""
+        return ACTIVATION_BYTES * tokens * max(self._attention, self._mlp)
+
+    def head_bytes(self, tokens: int, rows: int, block_rows: int, head_streams: bool) -> int:
+        """Final norm over all tokens (2·hidden), logits as computed and as transposed, and one sequence's copies while it is sampled."""
+        kept = block_rows if head_streams else rows
+        logits = self._head_bytes * (kept + counting.padded_tokens(rows) + SAMPLING_COPIES)
+        return 2 * counting.hidden_bytes(self.model, tokens) + logits
+
+
+def placeable(model: ModelShape) -> tuple[str, ...]:
+    """Names of the tensors whose home is a choice: the matrices of the layers, the embedding table and the head."""
+    outside = {model.embedding.name, model.head.name}
+    return tuple(t.name for t in model.tensors if t.is_matrix and (t.layer is not None or t.name in outside))
+
+
+def pinned_bytes(model: ModelShape) -> int:
+    """Bytes of the matrices that are always resident (position tables, projections outside the layers)."""
+    names = set(placeable(model))
+    return sum(aligned_bytes(counting.tensor_bytes(t)) for t in model.tensors if t.is_matrix and t.name not in names)
+
+
+def resident_bytes(model: ModelShape, tensors: Mapping[str, TensorPlan], tier: str = "host") -> int:
+    """Memory of the matrices at home in a tier whose home is a choice; each takes its aligned superset."""
+    return sum(aligned_bytes(counting.tensor_bytes(model.by_name[name])) for name in placeable(model) if tensors[name].tier == tier)
+
+
+def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> dict[str, int]:
+    """The named parts of a plan's peak in the compute tier; they add up to `peak_bytes`."""
+    units = units_of(model, plan)
+    slots = num_slots(units, plan.prefetch_depth)
+    base = plan.predicted.base_bytes if base_bytes is None else base_bytes
+    job = JobMemory(model, plan.workload, base)
+    head_streams = plan.weights.tensors[model.head.name].tier == "disk"
+    parts = job.parts(plan.micro_batch, plan.num_micro_batches, plan.threads["compute"], head_streams)
+    largest = max(parts.phases.values(), key=lambda phase: phase["suspended"] + max(phase["layer"], phase["head"]))
+    return {
+        **parts.always,
+        "weights": resident_bytes(model, plan.weights.tensors),
+        "ring": slots * slot_bytes(units) if slots else 0,
+        "suspended": largest["suspended"],
+        "transient": max(largest["layer"], largest["head"]),
+    }
+
+
+def peak(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> int:
+    """Bytes of the compute tier at a plan's peak, `base_bytes` (the plan's own unless given) included."""
+    return sum(breakdown(model, plan, base_bytes).values())
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What may be used."""
+
+    memory_bytes: int
+    """Of the compute tier: the least of the machine's usable memory and the user's limit."""
+    weights_bytes: int | None
+    """Homes and buffers of weights."""
+
+    @staticmethod
+    def of(model: ModelShape, machine: MachineProfile, limits: Limits) -> Capacity:
+        """Capacity under a machine's and a user's limits."""
+        usable = machine.host.memory_usable_bytes
+        memory = usable if limits.host_memory_bytes is None else min(usable, limits.host_memory_bytes)
+        weights = [] if limits.weights_memory_bytes is None else [limits.weights_memory_bytes]
+        if limits.weights_memory_share is not None:
+            weights.append(int(limits.weights_memory_share * counting.weights_bytes(model)))
+        return Capacity(memory, min(weights, default=None))
+
+
+def _widest_mlp(model: ModelShape) -> int:
+    widths = [counting.matrix_size(t)[0] for t in model.tensors if t.is_matrix and t.tensor_class == "mlp"]
+    return max(widths, default=model.intermediate_size)

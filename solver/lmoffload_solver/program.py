@@ -1,0 +1,204 @@
+"""The linear program: for fixed discrete choices, the least job time over the resident fractions of the classes of weights.
+
+Symbols (units): w[c, t] fraction of class c at home in tier t; B_c bytes of class c; S bytes of one ring buffer; T_e seconds of sampled
+step e, which stands for weight_e steps; D = Σ_c w[c, disk]·B_c / R seconds to read a step's streamed bytes at R bytes/s; C_e seconds to
+compute step e; d, k >= 1 slowdown of reading and of computing while both run. One function per family of rows; every row is named.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lmoffload_solver.costs import Contention
+from lmoffload_solver.value import Tier
+
+
+@dataclass(frozen=True)
+class WeightClass:
+    """Matrices that are placed by one fraction."""
+
+    name: str
+    num_bytes: int
+    layer_bytes: float
+    """Mean bytes of the class in a layer; 0 outside the layers."""
+    streams: bool = True
+    """False for an embedding table that is only looked up."""
+    looked_up: bool = False
+    """An embedding table: on disk its rows are read one by one."""
+
+
+@dataclass(frozen=True)
+class ProgramStep:
+    """A sampled step."""
+
+    name: str
+    weight: float
+    compute_s: float
+    lookup_s: float
+    """Added where the embedding table is on disk."""
+    early: bool
+    """Units in the ring buffers may have been read before the step begins, while a longer step computed."""
+    layer_s: float
+    """Computing of the quickest layer."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is fixed: everything but the fractions."""
+
+    tiers: tuple[Tier, ...]
+    """The chain from the compute tier outward."""
+    classes: tuple[WeightClass, ...]
+    steps: tuple[ProgramStep, ...]
+    largest_layer_bytes: int
+    prefetch_depth: int
+    read_bytes_per_s: float
+    contention: Contention
+    memory_bytes: int
+    """For homes and ring buffers of matrices in the compute tier, by its capacity."""
+    weights_bytes: int | None
+    """The same by the user's limit on weights memory."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The optimum and its duals."""
+
+    total_s: float
+    fractions: dict[str, dict[Tier, float]]
+    buffer_bytes: float
+    duals: dict[str, float]
+    """Seconds per unit of each row's right-hand side."""
+    seconds_per_byte: float
+    """Marginal seconds saved by one more byte of the compute tier (or of the user's limit, where that binds)."""
+    seconds_per_read_second: float
+    """Marginal seconds of the job per second of reading in a step: how many steps wait for the disk."""
+    read_s: float
+    """D: seconds of reading in a step."""
+
+
+class Program:
+    """The program of one set of choices, as a PuLP model."""
+
+    def __init__(self, choices: Choices) -> None:
+        import pulp  # its import takes a tenth of a second, and infeasible plans need none
+
+        self.pulp = pulp
+        self.choices = choices
+        self.model = pulp.LpProblem("placement", pulp.LpMinimize)
+        self.near, self.far = choices.tiers[0], choices.tiers[1]
+        self.fraction = {c.name: {tier: pulp.LpVariable(f"w.{c.name}.{tier}", 0, 1) for tier in choices.tiers} for c in choices.classes}
+        self.buffer = pulp.LpVariable("S", 0)
+        self.seconds = [pulp.LpVariable(f"T.{step.name}", 0) for step in choices.steps]
+        self.model += pulp.lpSum(step.weight * seconds for step, seconds in zip(choices.steps, self.seconds, strict=True))
+        self.placed()
+        self.buffer_size()
+        self.capacity()
+        self.reading()
+        self.computing()
+        self.serial()
+
+    def placed(self) -> None:
+        """placed.c: Σ_t w[c, t] = 1 for each class c."""
+        for name, fractions in self.fraction.items():
+            self.model += self.pulp.lpSum(fractions.values()) == 1, f"placed.{name}"
+
+    def buffer_size(self) -> None:
+        """buffer: Σ_c w[c, disk]·b_c <= S, where b_c is the mean of the class over the layers: the largest layer streams no less."""
+        streamed = [c.layer_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.layer_bytes]
+        self.model += self.pulp.lpSum(streamed) <= self.buffer, "buffer"
+
+    def capacity(self) -> None:
+        """capacity.tier and capacity.weights: Σ_c w[c, tier]·B_c + (prefetch depth + 1)·S <= M, with M what the largest phase leaves of the
+        tier, or the user's limit on weights. Nothing streams where all fits, so S may be 0."""
+        homes = self.pulp.lpSum(c.num_bytes * self.fraction[c.name][self.near] for c in self.choices.classes)
+        used = homes + (self.choices.prefetch_depth + 1) * self.buffer
+        self.model += used <= self.choices.memory_bytes, f"capacity.{self.near}"
+        if self.choices.weights_bytes is not None:
+            self.model += used <= self.choices.weights_bytes, "capacity.weights"
+
+    def reading(self) -> None:
+        """read.e: T_e >= D − early + C_e·k·(1 − 1/d): the reader works through D and is slowed while computing lasts.
+        early: what the ring buffers may already hold, (prefetch depth + 1)·(largest layer) / R, where a longer step came before."""
+        slow = self._contention()
+        for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
+            rest = slow.compute * (1 - 1 / slow.read)
+            row = seconds >= self._read_s() - self._early_s(step) + rest * self._compute_s(step)
+            self.model += row, f"read.{step.name}"
+
+    def computing(self) -> None:
+        """compute.e: T_e >= C_e + (D − early)·d·(1 − 1/k), and busy.e: T_e >= C_e."""
+        slow = self._contention()
+        rest = slow.read * (1 - 1 / slow.compute)
+        for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
+            self.model += seconds >= self._compute_s(step), f"busy.{step.name}"
+            if rest:
+                row = seconds >= self._compute_s(step) + rest * (self._read_s() - self._early_s(step))
+                self.model += row, f"compute.{step.name}"
+
+    def serial(self) -> None:
+        """serial.e, with a single ring buffer: T_e >= D − early + (layers that stream)·(computing of the quickest layer), since a layer is
+        not read before the one that streamed before it is computed; at least Σ_c w[c, disk]·B_c / (bytes of a layer) layers stream."""
+        if self.choices.prefetch_depth:
+            return
+        layer_bytes = self.choices.largest_layer_bytes
+        in_layers = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.layer_bytes]
+        for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
+            share = step.layer_s / layer_bytes if layer_bytes else 0.0
+            row = seconds >= self._read_s() - self._early_s(step) + share * self.pulp.lpSum(in_layers)
+            self.model += row, f"serial.{step.name}"
+
+    def solve(self) -> Solution | None:
+        """The optimum; None where the rows contradict each other."""
+        with _silent_stdout():
+            self.model.solve(self.pulp.HiGHS(msg=False))
+        if self.pulp.LpStatus[self.model.status] != "Optimal":
+            return None
+        duals = {name: float(row.pi) for name, row in self.model.constraints.items()}
+        bound_to_memory = duals.get(f"capacity.{self.near}", 0.0) + duals.get("capacity.weights", 0.0)
+        waiting = sum(price for name, price in duals.items() if name.startswith(("read.", "serial.")))
+        fractions = {c: {tier: float(v.value()) for tier, v in by_tier.items()} for c, by_tier in self.fraction.items()}
+        streamed = sum(c.num_bytes * fractions[c.name][self.far] for c in self.choices.classes if c.streams)
+        return Solution(
+            float(self.pulp.value(self.model.objective)),
+            fractions,
+            float(self.buffer.value()),
+            duals,
+            -bound_to_memory,
+            waiting,
+            streamed / self.choices.read_bytes_per_s,
+        )
+
+    def _contention(self) -> Contention:
+        """Nothing overlaps for long without read-ahead."""
+        return self.choices.contention if self.choices.prefetch_depth else Contention()
+
+    def _read_s(self) -> Any:
+        streamed = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams]
+        return self.pulp.lpSum(streamed) * (1 / self.choices.read_bytes_per_s)
+
+    def _early_s(self, step: ProgramStep) -> float:
+        return (self.choices.prefetch_depth + 1) * self.choices.largest_layer_bytes / self.choices.read_bytes_per_s if step.early else 0.0
+
+    def _compute_s(self, step: ProgramStep) -> Any:
+        lookups = [self.fraction[c.name][self.far] * step.lookup_s for c in self.choices.classes if c.looked_up]
+        return self.pulp.lpSum(lookups) + step.compute_s
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """HiGHS prints its version to file descriptor 1 when it is first made, whatever its options say; stdout is for results alone."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

@@ -1,0 +1,219 @@
+"""From fractions to whole tensors: which matrices are at home in memory and which stream, spread evenly over the layers.
+
+The program's fractions say how many bytes of the layers stay and how large a ring buffer must be. Here each layer gets a set of whole
+matrices to stream no larger than the ring buffer, and the running sum of streamed bytes follows its even share from layer to layer, so
+that every window of prefetch-depth layers streams nearly equal bytes. Head and embedding table, one tensor each, are tried at home and on
+disk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from lmoffload_solver import counting
+from lmoffload_solver.costs import num_requests
+from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload_solver.plan import TensorPlan
+from lmoffload_solver.schedule import HEAD_PIECE_BYTES, aligned_bytes
+
+MOST_SUBSETS_OF = 12
+"""Above this many matrices in a layer only sets of its largest matrices are considered, not every set."""
+
+BUFFER_SIZES_TRIED = 2
+"""The smallest ring buffers that fit are filled; a larger one sometimes divides better into whole matrices."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A set of a layer's matrices to stream."""
+
+    aligned: int
+    stored: int
+    names: frozenset[int]
+    """Places in the layer's list of matrices."""
+    requests: int
+
+
+class Ladder:
+    """The sets of matrices of one kind of layer, by bytes, ascending; of sets with equal bytes one."""
+
+    def __init__(self, matrices: tuple[TensorShape, ...]) -> None:
+        stored = [counting.tensor_bytes(t) for t in matrices]
+        aligned = [aligned_bytes(size) for size in stored]
+        levels: dict[int, Level] = {}
+        for chosen in _subsets(stored):
+            sizes = [stored[i] for i in sorted(chosen)]
+            total = sum(aligned[i] for i in chosen)
+            if total not in levels:
+                levels[total] = Level(total, sum(sizes), chosen, num_requests(sizes))
+        self.levels = tuple(levels[size] for size in sorted(levels))
+        self.sizes = [level.aligned for level in self.levels]
+
+    def at_most(self, size: float) -> Level:
+        """The largest set of at most `size` bytes."""
+        return self.levels[bisect_right(self.sizes, size) - 1]
+
+    def at_least(self, size: float) -> Level:
+        """The smallest set of at least `size` bytes."""
+        return self.levels[min(bisect_left(self.sizes, size), len(self.levels) - 1)]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where every matrix is at home."""
+
+    layers: tuple[Level, ...]
+    """What each layer streams."""
+    head_at_home: bool
+    embedding_at_home: bool
+    head_pieces: tuple[int, ...]
+    """Stored bytes of the pieces in which the head streams; one piece of 0 bytes when it is at home."""
+    slots: int
+    slot_bytes: int
+    home_bytes: int
+
+    @property
+    def streams(self) -> tuple[bool, ...]:
+        """Per unit (embedding, layers, head pieces): does it stream?"""
+        return (False, *(level.stored > 0 for level in self.layers), *(size > 0 for size in self.head_pieces))
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Stored bytes moved per step."""
+        return sum(level.stored for level in self.layers) + sum(self.head_pieces)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Homes and ring buffers of the matrices."""
+        return self.home_bytes + self.slots * self.slot_bytes
+
+
+class Rounding:
+    """Whole-tensor placements of a model."""
+
+    def __init__(self, model: ModelShape) -> None:
+        self.model = model
+        matrices = [counting.layer_matrices(model, layer) for layer in range(model.num_layers)]
+        kinds = [tuple((t.shape, t.format) for t in tensors) for tensors in matrices]
+        distinct = list(dict.fromkeys(kinds))
+        ladders = [Ladder(matrices[kinds.index(kind)]) for kind in distinct]
+        self.ladders = tuple(ladders[distinct.index(kind)] for kind in kinds)
+        self.head_bytes = counting.tensor_bytes(model.head)
+        self.embedding_bytes = 0 if model.tied_head else counting.tensor_bytes(model.embedding)
+        self._row_bytes = counting.row_bytes(model.head)
+        self._buffers = np.array(sorted({size for ladder in ladders for size in ladder.sizes}))
+        counts = [kinds.count(kind) for kind in distinct]
+        best = [[ladder.at_most(size) for size in self._buffers] for ladder in ladders]
+        self._streamed = sum(np.array([lv.aligned for lv in levels]) * n for levels, n in zip(best, counts, strict=True))
+        self._units = sum(np.array([lv.stored > 0 for lv in levels]) * n for levels, n in zip(best, counts, strict=True))
+        self._largest = np.array([max(lv.stored for lv in levels) for levels in zip(*best, strict=True)])
+        self._slot = np.array([max(lv.aligned for lv in levels) for levels in zip(*best, strict=True)])
+        self.layers_aligned = sum(ladder.sizes[-1] for ladder in self.ladders)
+
+    def placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> Iterator[Placement]:
+        """Placements whose homes and ring buffers fit `budget` bytes, the best found for each home of the embedding table.
+
+        Yields nothing where none fits.
+        """
+        for embedding_at_home in (head_at_home,) if self.model.tied_head else (True, False):
+            found = [
+                self._fill(budget, prefetch_depth, size, head_at_home, embedding_at_home)
+                for size in self._sizes(budget, prefetch_depth, head_at_home, embedding_at_home)
+            ]
+            fitting = [placement for placement in found if placement.memory_bytes <= budget]
+            if fitting:
+                yield min(fitting, key=lambda p: (p.streamed_bytes, p.memory_bytes))
+
+    def least(self, prefetch_depth: int = 0) -> Placement:
+        """The placement that needs least memory."""
+        options = [
+            self._fill(0, prefetch_depth, int(size), head_at_home, False) for size in self._buffers for head_at_home in (True, False)
+        ]
+        return min(options, key=lambda p: p.memory_bytes)
+
+    def tensors(self, placement: Placement) -> dict[str, TensorPlan]:
+        """The placement of every tensor, by name."""
+        model = self.model
+        on_disk = set()
+        for layer, level in enumerate(placement.layers):
+            matrices = counting.layer_matrices(model, layer)
+            on_disk |= {matrices[i].name for i in level.names}
+        if not placement.embedding_at_home:
+            on_disk.add(model.embedding.name)
+        if not placement.head_at_home:
+            on_disk.add(model.head.name)
+        host: dict[str, TensorPlan] = {}
+        disk: dict[str, TensorPlan] = {}
+        for tensor in model.tensors:
+            known = disk if tensor.name in on_disk else host
+            if tensor.format not in known:
+                known[tensor.format] = TensorPlan(format=tensor.format, tier="disk" if known is disk else "host")
+        return {t.name: (disk if t.name in on_disk else host)[t.format] for t in model.tensors}
+
+    def _homes(self, head_at_home: bool, embedding_at_home: bool) -> int:
+        head = aligned_bytes(self.head_bytes) if head_at_home else 0
+        return head + (aligned_bytes(self.embedding_bytes) if embedding_at_home and self.embedding_bytes else 0)
+
+    def _sizes(self, budget: int, depth: int, head_at_home: bool, embedding_at_home: bool) -> list[int]:
+        """The smallest ring buffers for which everything that must then stay at home fits the budget."""
+        pieces = 0 if head_at_home else 1
+        slots = np.minimum(depth + 1, self._units + pieces)
+        slot = self._slot if head_at_home else np.where(self._slot > 0, self._slot, aligned_bytes(self._first_piece(0)))
+        need = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - self._streamed + slots * slot
+        return [int(size) for size in self._buffers[need <= budget][:BUFFER_SIZES_TRIED]]
+
+    def _fill(self, budget: int, depth: int, buffer: int, head_at_home: bool, embedding_at_home: bool) -> Placement:
+        """Stream at most `buffer` bytes per layer, and keep at home what the budget still holds, evenly."""
+        best = [ladder.at_most(buffer) for ladder in self.ladders]
+        most = sum(level.aligned for level in best)
+        largest = max(level.stored for level in best)
+        pieces = self._pieces(largest, head_at_home)
+        slot = max(level.aligned for level in best)
+        slots = min(depth + 1, sum(level.stored > 0 for level in best) + (0 if head_at_home else len(pieces)))
+        if not head_at_home:
+            slot = max(slot, aligned_bytes(pieces[0]))
+        homes = self._homes(head_at_home, embedding_at_home)
+        spare = budget - homes - (self.layers_aligned - most) - slots * slot
+        goal = max(0, most - max(0, spare))
+        layers, streamed, share = [], 0, 0
+        for ladder, level in zip(self.ladders, best, strict=True):
+            share += level.aligned
+            wanted = goal * share / most - streamed if most else 0
+            chosen = ladder.at_least(wanted) if wanted > 0 else ladder.levels[0]
+            chosen = chosen if chosen.aligned <= level.aligned else level
+            layers.append(chosen)
+            streamed += chosen.aligned
+        pieces = self._pieces(max(level.stored for level in layers), head_at_home)
+        slot = max(level.aligned for level in layers)
+        if not head_at_home:
+            slot = max(slot, aligned_bytes(pieces[0]))
+        slots = min(depth + 1, sum(level.stored > 0 for level in layers) + (0 if head_at_home else len(pieces)))
+        home = homes + self.layers_aligned - streamed
+        return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot if slots else 0, home)
+
+    def _first_piece(self, largest: int) -> int:
+        rows = max(1, min(self.head_bytes // self._row_bytes, (largest or HEAD_PIECE_BYTES) // self._row_bytes))
+        return rows * self._row_bytes
+
+    def _pieces(self, largest: int, head_at_home: bool) -> tuple[int, ...]:
+        """The pieces of `schedule.units_of`: no larger than the largest layer's streamed bytes."""
+        if head_at_home:
+            return (0,)
+        piece = self._first_piece(largest)
+        whole, rest = divmod(self.head_bytes, piece)
+        return (piece,) * whole + ((rest,) if rest else ())
+
+
+def _subsets(stored: list[int]) -> Iterator[frozenset[int]]:
+    if len(stored) <= MOST_SUBSETS_OF:
+        for flags in product((False, True), repeat=len(stored)):
+            yield frozenset(i for i, flag in enumerate(flags) if flag)
+        return
+    order = sorted(range(len(stored)), key=lambda i: -stored[i])
+    for count in range(len(order) + 1):
+        yield frozenset(order[:count])

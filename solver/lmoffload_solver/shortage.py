@@ -1,0 +1,39 @@
+"""What is short when nothing fits, by how much, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lmoffload_solver.evaluate import Evaluator
+from lmoffload_solver.outcome import Infeasible
+
+
+def infeasible(evaluator: Evaluator, micro_batches: Sequence[tuple[int, int]], threads: Sequence[int]) -> Infeasible:
+    """Which capacity the plan that needs least lacks most of, and one sentence of advice."""
+    placement = evaluator.rounding.least()
+    head_streams = not placement.head_at_home
+    options = [evaluator.memory.parts(size, count, min(threads), head_streams) for size, count in micro_batches]
+    least = min(options, key=lambda parts: parts.total)
+    memory = evaluator.capacity.memory_bytes
+    weights = evaluator.capacity.weights_bytes
+    short_memory = least.total + placement.memory_bytes - memory
+    short_weights = 0 if weights is None else placement.memory_bytes + evaluator.vectors_bytes - weights
+    if short_weights > 0 and short_weights >= short_memory:
+        assert weights is not None
+        needed = weights + short_weights
+        advice = f"Give weights at least {needed} bytes (--weights-memory {_mib(needed)}): one layer's buffers take that much."
+        return Infeasible("weights memory", short_weights, advice)
+    short = max(short_memory, 1)
+    needed = memory + short
+    largest = max({**least.always, "layer buffers": placement.memory_bytes, "work": least.phase_bytes}.items(), key=lambda item: item[1])
+    causes = {
+        "kv": "shorter prompts or a smaller --gen-len would help too, since the KV cache takes most of it",
+        "work": "shorter prompts would help too, since the work on one prompt takes most of it",
+        "layer buffers": "the buffers of one streamed layer take most of it",
+    }
+    cause = causes.get(largest[0], "the process itself takes most of it")
+    return Infeasible("host memory", short, f"Give the process at least {needed} bytes (--host-memory {_mib(needed)}); {cause}.")
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{-(-num_bytes // 2**20)}MiB"
