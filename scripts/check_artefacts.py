@@ -32,7 +32,8 @@ def check_sdist(sdist: Path) -> None:
     """Exits with a sentence where the sdist cannot be built and tested from."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for needed in ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", "tests/conftest.py", "solver/lmoffload_solver/plan.py"):
+    plain = ("pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt")
+    for needed in (*plain, "tests/conftest.py", "solver/lmoffload_solver/plan.py", "docs/reference.md"):
         _demand(needed in names, f"the sdist lacks {needed}")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.environment import prepare_threads
+from lmoffload.profiler.limits import disk_of
 from lmoffload.profiler.store import default_profile_path, load_profile, save_profile
 from lmoffload_solver.machine import MachineProfile
 
@@ -18,10 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A profile, and whether it is of the machine this runs on, so that its limits are read anew."""
+    """A profile, and whether the work is to be done here, so that this process's limits hold."""
 
     profile: MachineProfile
-    is_this_one: bool
+    is_here: bool
+
+    def disk_for(self, path: Path | None) -> str | None:
+        """The measured file system that holds `path`; None, for the first one measured, where the profile does not know it."""
+        if path is None or not self.is_here:
+            return None
+        mount_point = disk_of(path).mount_point
+        return mount_point if any(disk.file_system == mount_point for disk in self.profile.disks) else None
 
 
 def profile(
@@ -53,19 +61,39 @@ def profile(
 
 def machine_of(
     name: str | None,
-    disk: Path,
+    disk: Path | None,
     *,
+    is_here: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
     tell: Tell = tell_on_stderr,
 ) -> Machine:
-    """The machine called `name` (a profile file, or a name of profiles/), or this one; where it has no profile yet, the quick one is made.
+    """The machine called `name` (a profile file, or a name of profiles/), or this one.
+
+    Where this one has no profile yet, the quick one is made; where its profile does not know the disk that holds `disk`, that disk is measured
+    now and kept.
+
+    Args:
+        is_here: the work is to be done on this machine, whatever profile is named.
 
     Raises:
         StatedError: there is no such profile, or it cannot be read.
     """
     if name is not None:
-        return Machine(load_profile(name), is_this_one=False)
+        return Machine(load_profile(name), is_here)
     if not default_profile_path().exists():
         tell("This machine has no profile yet: making the quick one, which takes up to a minute (`lmoffload profile` makes the full one).")
-        return Machine(profile(quick=True, disk=disk, on_progress=on_progress, tell=tell), is_this_one=True)
-    return Machine(load_profile(None), is_this_one=True)
+        return Machine(profile(quick=True, disk=disk, on_progress=on_progress, tell=tell), is_here=True)
+    machine = Machine(load_profile(None), is_here=True)
+    if disk is None or machine.disk_for(disk) is not None:
+        return machine
+    return Machine(_with_disk(machine.profile, disk, tell), is_here=True)
+
+
+def _with_disk(known: MachineProfile, path: Path, tell: Tell) -> MachineProfile:
+    """The profile with the disk that holds `path` added, and kept."""
+    from lmoffload.profiler.disk import measure_disk
+
+    tell(f"The disk that holds {path} is not in this machine's profile yet: measuring it, which takes up to 20 seconds.")
+    extended = known.model_copy(update={"disks": (*known.disks, measure_disk(path, quick=True))})
+    save_profile(extended, default_profile_path())
+    return extended

@@ -24,6 +24,11 @@ class Model:
         """What a plan for this model carries."""
         return self.shape.fingerprint() if self.checkpoint is None else self.checkpoint.fingerprint
 
+    @property
+    def path(self) -> Path | None:
+        """Where the weights lie."""
+        return None if self.checkpoint is None else self.checkpoint.path
+
     def require_checkpoint(self) -> Checkpoint:
         """Raises:
         UsageError: there are no weights to run.

@@ -9,10 +9,10 @@ from lmoffload.api.machine import Machine
 from lmoffload.api.model import Model
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.errors import InfeasibleError, StatedError, UsageError
-from lmoffload.profiler.limits import disk_of, memory_of_process, usable_cores
+from lmoffload.profiler.limits import memory_of_process, read_limits
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.outcome import Infeasible, TimedOut
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import Named, Plan
 from lmoffload_solver.value import read_value
 from lmoffload_solver.workload import Limits, PromptGroup, Workload
 
@@ -63,19 +63,18 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     """
     from lmoffload_solver.search import solve
 
-    file_system = None
-    if machine.is_this_one:
-        limits = _as_found_now(limits)
-        file_system = None if model.checkpoint is None else disk_of(model.checkpoint.path).mount_point
-    outcome = solve(model.shape, machine.profile, workload, limits, file_system=file_system, model_fingerprint=model.digest)
+    profile, file_system = machine.profile, machine.disk_for(model.path)
+    as_now = _as_found_now(profile) if machine.is_here else profile
+    outcome = solve(model.shape, as_now, workload, limits, file_system=file_system, model_fingerprint=model.digest)
     if isinstance(outcome, Infeasible):
-        raise NoPlanError(outcome, model, machine.profile, workload)
+        raise NoPlanError(outcome, model, profile, workload)
     plan = outcome.best_so_far if isinstance(outcome, TimedOut) else outcome.plan
     if plan is None:
         raise StatedError(f"No plan was found within {limits.solve_s:g} s; allow more with --solve-time.")
     for remark in plan.remarks:
         tell(remark)
-    return ModelPlan(plan, model, machine.profile)
+    named = Named(name=profile.name, digest=profile.fingerprint())
+    return ModelPlan(plan.model_copy(update={"machine": named}), model, profile)
 
 
 def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
@@ -107,12 +106,7 @@ def check_fits(workload: Workload, plan: Plan) -> None:
             raise StatedError(f"The plan has room for {what} of {room} tokens, but this work has one of {asked}; make a plan for it.")
 
 
-def _as_found_now(limits: Limits) -> Limits:
-    """The user's limits, and what this process may have at this moment."""
-    memory, cores = memory_of_process(), usable_cores()
-    return limits.model_copy(
-        update={
-            "host_memory_bytes": memory if limits.host_memory_bytes is None else min(memory, limits.host_memory_bytes),
-            "threads": cores if limits.threads is None else limits.threads,
-        }
-    )
+def _as_found_now(profile: MachineProfile) -> MachineProfile:
+    """The profile with what this process may have at this moment instead of what it might when the profile was made."""
+    now = read_limits()
+    return profile.model_copy(update={"host": now.model_copy(update={"memory_usable_bytes": memory_of_process()})})

@@ -68,7 +68,7 @@ def plan(
         job.require_sound()
         workload = job.workload
     if isinstance(machine, MachineProfile):
-        on = Machine(machine, is_this_one=True)
+        on = Machine(machine, is_here=True)
     else:
-        on = machine_of(machine, Path(".") if opened.checkpoint is None else opened.checkpoint.path, tell=tell)
+        on = machine_of(machine, opened.path, is_here=False, tell=tell)
     return solve_for(opened, on, workload, limits, tell)

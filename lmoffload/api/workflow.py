@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmoffload.api.machine import machine_of
-from lmoffload.api.model import Model, open_model
+from lmoffload.api.model import open_model
 from lmoffload.api.planning import ModelPlan, NoPlanError, read_plan, solve_for
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.api.work import Work
@@ -63,7 +63,7 @@ def plan_work(
     work.check()
     model = open_model(name)
     workload = work.workload(model)
-    on = machine_of(machine, _place_of(model), on_progress=on_progress, tell=tell)
+    on = machine_of(machine, model.path, is_here=False, on_progress=on_progress, tell=tell)
     try:
         return solve_for(model, on, workload, limits, tell)
     except NoPlanError as error:
@@ -190,6 +190,3 @@ def _tell_end(work: Work, report: RunReport) -> None:
     else:
         show(run_tables(report), to_stderr=True)
 
-
-def _place_of(model: Model) -> Path:
-    return Path(".") if model.checkpoint is None else model.checkpoint.path
