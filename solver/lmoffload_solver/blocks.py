@@ -106,10 +106,12 @@ class StepSeconds:
 class JobCosts:
     """Computing costs of a job's blocks at one number of threads. Costs of a run of sequences are differences of running sums."""
 
-    def __init__(self, model: ModelShape, workload: Workload, costs: MachineCosts) -> None:
+    def __init__(self, model: ModelShape, workload: Workload, costs: MachineCosts, steps: tuple[Step, ...] | None = None) -> None:
         self.model, self.costs = model, costs
         self.lengths = lengths_of(workload)
-        self.steps = (Step(0, 1.0), *decode_steps(workload.gen_len))
+        self.steps = (Step(0, 1.0), *decode_steps(workload.gen_len)) if steps is None else steps
+        """The prefill, then the decode steps that are priced."""
+        self._multiple = counting.token_multiple(model)
         kinds = [LayerKind.of(model, layer) for layer in range(model.num_layers)]
         self.kinds = tuple(dict.fromkeys(kinds))
         self.kind_of_layer = tuple(self.kinds.index(kind) for kind in kinds)
@@ -121,12 +123,12 @@ class JobCosts:
         """Seconds of each sampled step of a phase of a block, cut into micro-batches of `micro_batch` sequences."""
         starts = np.arange(block.first_row, block.end_row, micro_batch)
         ends = np.minimum(starts + micro_batch, block.end_row)
-        rows, row_counts = np.unique(_padded((ends - starts).astype(np.float64)), return_counts=True)
-        sizes, counts = rows, row_counts
+        rows, row_counts = np.unique(_padded((ends - starts).astype(np.float64), counting.ROW_MULTIPLE), return_counts=True)
+        sizes, counts = np.unique(_padded((ends - starts).astype(np.float64), self._multiple), return_counts=True)
         tokens = float(block.end_row - block.first_row)
         if phase == "prefill":
             exact = self._tokens[ends] - self._tokens[starts]
-            sizes, counts = np.unique(_padded(exact), return_counts=True)
+            sizes, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
             tokens = float(exact.sum())
         layers = [float((self.costs.layer_seconds(kind, kernel, sizes) * counts).sum()) for kind in self.kinds]
         overheads = self.costs.machine.overheads
@@ -163,6 +165,5 @@ def _running(values: Array) -> Array:
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _padded(tokens: Array) -> Array:
-    multiple = counting.TOKEN_MULTIPLE
+def _padded(tokens: Array, multiple: int) -> Array:
     return np.asarray(np.ceil(tokens / multiple) * multiple)

@@ -114,8 +114,8 @@ class LinearCosts:
                 self._curves.setdefault((curve.kernel, curve.format), []).append(curve)
         self._tables: dict[tuple[str, str, int, int], Array] = {}
         largest = max((int(curve.flops_per_s.x[-1]) for curve in curves), default=1)
-        steps = counting.padded_tokens(largest) // counting.TOKEN_MULTIPLE
-        self._grid: Array = np.arange(1, steps + 1, dtype=np.float64) * counting.TOKEN_MULTIPLE
+        steps = counting.padded(largest) // counting.ROW_MULTIPLE
+        self._grid: Array = np.arange(1, steps + 1, dtype=np.float64) * counting.ROW_MULTIPLE
 
     def kernels(self, format_name: str) -> tuple[str, ...]:
         """Kernels measured for a stored format."""
@@ -150,7 +150,7 @@ class LinearCosts:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = 2.0 * n * k * self._grid / self.rate(*key, self._grid)
-        index = np.minimum(np.asarray(tokens) // counting.TOKEN_MULTIPLE, len(table)).astype(np.int64) - 1
+        index = np.minimum(np.asarray(tokens) // counting.ROW_MULTIPLE, len(table)).astype(np.int64) - 1
         return np.asarray(table[index] * np.maximum(1.0, tokens / self._grid[-1]))
 
 
@@ -158,6 +158,7 @@ class DiskCosts:
     """Prices of reading from a disk with at most `io_threads` requests in flight."""
 
     def __init__(self, disk: Disk, io_threads: int) -> None:
+        self.io_threads = io_threads
         self._read = {curve.threads: curve.bytes_per_s for curve in disk.read if curve.threads <= io_threads}
 
     def read_seconds(self, num_bytes: int, num_requests: int) -> float:
@@ -232,10 +233,12 @@ class MachineCosts:
         return np.asarray(read / rate_at(self._attention["decode"], kept))
 
     def lookup_seconds(self, model: ModelShape, on_disk: bool) -> float:
-        """Seconds of one token's embedding: a random read of its row where the table is on disk, else part of the fixed costs."""
+        """Seconds of one token's embedding: a random read of its row where the table is on disk, several in flight, else part of the
+        fixed costs. Tokens that a micro-batch repeats are read once; none is assumed to."""
         if not on_disk:
             return 0.0
-        return self.machine.overheads.random_read_s + counting.row_bytes(model.embedding) / self.disk.best_read_rate
+        latency = self.machine.overheads.random_read_s / self.disk.io_threads
+        return latency + counting.row_bytes(model.embedding) / self.disk.best_read_rate
 
 
 def num_requests(piece_bytes: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ Class "exact" on the CPU: hidden states, keys and values are fp32.
 
 from __future__ import annotations
 
-from math import prod
+from math import gcd, prod
 
 from lmoffload_solver.formats import FORMATS, stored_bytes
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
@@ -15,16 +15,27 @@ from lmoffload_solver.value import TensorClass
 ACTIVATION_BYTES = 4
 """Bytes of one fp32 activation."""
 
-TOKEN_MULTIPLE = 4
-"""Tokens of a packed micro-batch are padded to a multiple of this: products of one or two rows differ in their last bits."""
+ROW_MULTIPLE = 4
+"""Rows of a product are padded to a multiple of this: products of one or two rows differ in their last bits."""
+
+VECTOR_ELEMENTS = 64
+"""Elements that torch's vectorised loops take at once (four AVX-512 registers)."""
 
 POSITION_BYTES = 8
 """One int64 position id per token."""
 
 
-def padded_tokens(tokens: int) -> int:
-    """Tokens that are computed for `tokens` packed tokens."""
-    return -(-tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+def token_multiple(model: ModelShape) -> int:
+    """Tokens of a packed micro-batch are padded to a multiple of this, so that elementwise loops over them leave nothing to the scalar
+    code behind the vectorised one, whose last bits may differ."""
+    sizes = [model.hidden_size, model.intermediate_size]
+    sizes += [size for layer in model.layers for size in (layer.key_dim, layer.value_dim)]
+    return max(ROW_MULTIPLE, *(VECTOR_ELEMENTS // gcd(VECTOR_ELEMENTS, size) for size in sizes))
+
+
+def padded(count: int, multiple: int = ROW_MULTIPLE) -> int:
+    """Tokens or rows that are computed for `count`."""
+    return -(-count // multiple) * multiple
 
 
 # Weights

@@ -87,7 +87,8 @@ class JobMemory:
         num_rows = len(self._kv) - 1
         block_rows = min(micro_batch * num_micro_batches, num_rows)
         rows = min(micro_batch, num_rows)
-        padding = counting.TOKEN_MULTIPLE * num_micro_batches
+        multiple = counting.token_multiple(self.model)
+        padding = multiple * num_micro_batches
         always = {
             "base": self.base_bytes,
             "objects": self.model.num_layers * LAYER_OBJECT_BYTES
@@ -97,7 +98,7 @@ class JobMemory:
             "kv": self.kv_bytes(block_rows),
             "tiles": 2 * threads * TILE_BYTES,
         }
-        first = counting.padded_tokens(int(self._tokens[rows]))
+        first = counting.padded(int(self._tokens[rows]), multiple)
         return Parts(
             always,
             {
@@ -108,8 +109,8 @@ class JobMemory:
                 },
                 "decode": {
                     "suspended": counting.suspended_bytes(self.model, block_rows + padding),
-                    "layer": self.layer_bytes(counting.padded_tokens(rows)),
-                    "head": self.head_bytes(counting.padded_tokens(rows), rows, block_rows, head_streams),
+                    "layer": self.layer_bytes(counting.padded(rows, multiple)),
+                    "head": self.head_bytes(counting.padded(rows, multiple), rows, block_rows, head_streams),
                 },
             },
         )
@@ -123,7 +124,7 @@ class JobMemory:
     def head_bytes(self, tokens: int, rows: int, block_rows: int, head_streams: bool) -> int:
         """Final norm over all tokens (2·hidden), logits as computed and as transposed, and one sequence's copies while it is sampled."""
         kept = block_rows if head_streams else rows
-        logits = self._head_bytes * (kept + counting.padded_tokens(rows) + SAMPLING_COPIES)
+        logits = self._head_bytes * (kept + counting.padded(rows) + SAMPLING_COPIES)
         return 2 * counting.hidden_bytes(self.model, tokens) + logits
 
 

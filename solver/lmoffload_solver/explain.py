@@ -1,0 +1,140 @@
+"""Where a plan's time and memory go, what binds, how near to the bound it is, and what some other choices would give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+from lmoffload_solver import counting, memory
+from lmoffload_solver.assemble import peak_bytes
+from lmoffload_solver.costs import COMPUTE_RESOURCE, READ_RESOURCE, disk_of
+from lmoffload_solver.evaluate import Candidate, Evaluator
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.program import Program
+from lmoffload_solver.simulate import busy_seconds, step_ends
+from lmoffload_solver.timeline import PlanCosts, block_timeline
+from lmoffload_solver.value import Resource, Tier, Value
+from lmoffload_solver.workload import Limits
+
+
+class PhaseTime(Value):
+    """One phase of the first block."""
+
+    seconds: float
+    busy_s: dict[Resource, float]
+    """Seconds that each resource works."""
+    binding: Resource
+    """The resource that works longest."""
+    idle_s: float
+    """Seconds in which the binding resource waits: what perfect overlap would save."""
+
+
+class Alternative(Value):
+    """Another choice, priced in the same way, its weights placed anew."""
+
+    change: str
+    tokens_per_s: float | None
+    """None where it does not fit."""
+    peak_bytes: int | None
+
+
+class Explanation(Value):
+    """Everything `lmoffload explain` shows."""
+
+    schema_version: Literal[1] = 1
+    prefill: PhaseTime
+    decode: PhaseTime
+    """All decode steps of the first block."""
+    predicted_tokens_per_s: float
+    bound_tokens_per_s: float
+    gap: float
+    program_tokens_per_s: float | None
+    """The linear program's value for the plan's own choices: what whole tensors and imperfect overlap cost is the difference."""
+    moved_bytes_per_step: int
+    weights_bytes: dict[Tier, int]
+    kv_bytes: dict[Tier, int]
+    memory_parts: dict[str, int]
+    """The named parts of the peak in the compute tier."""
+    memory_usable_bytes: int
+    alternatives: tuple[Alternative, ...]
+
+
+def explain(
+    model: ModelShape, machine: MachineProfile, plan: Plan, *, limits: Limits | None = None, file_system: str | None = None
+) -> Explanation:
+    """Explain a plan for a machine.
+
+    Args:
+        limits: those the plan was made under; what they fix is left free in the alternatives.
+
+    Raises:
+        StatedError: the profile lacks a disk or a curve that the plan needs.
+    """
+    limits = limits or Limits()
+    costs = PlanCosts(model, machine, plan, file_system=file_system)
+    timeline = block_timeline(costs)
+    ends = step_ends(timeline)
+    evaluator = Evaluator(model, machine, disk_of(machine, file_system), plan.workload, limits)
+    candidate = candidate_of(plan)
+    solution = Program(evaluator.program_choices(candidate)).solve()
+    tokens = plan.workload.num_prompts * plan.workload.gen_len
+    first = [timed for timed in timeline if timed.task.step == 0]
+    later = [timed for timed in timeline if timed.task.step > 0]
+    return Explanation(
+        prefill=_phase(evaluator, ends[0], busy_seconds(first)),
+        decode=_phase(evaluator, ends[-1] - ends[0], busy_seconds(later)),
+        predicted_tokens_per_s=plan.predicted.tokens_per_s,
+        bound_tokens_per_s=plan.bound_tokens_per_s,
+        gap=plan.gap,
+        program_tokens_per_s=None if solution is None else tokens / solution.total_s,
+        moved_bytes_per_step=counting.moved_bytes(costs.units),
+        weights_bytes=plan.weights.bytes,
+        kv_bytes=plan.kv.bytes,
+        memory_parts=memory.breakdown(model, plan),
+        memory_usable_bytes=evaluator.capacity.memory_bytes,
+        alternatives=tuple(_priced(evaluator, what, other, tokens) for what, other in _others(candidate, plan.workload.num_prompts)),
+    )
+
+
+def candidate_of(plan: Plan) -> Candidate:
+    """The discrete choices of a plan."""
+    return Candidate(
+        plan.micro_batch,
+        plan.num_micro_batches,
+        plan.threads["compute"],
+        plan.kernels.prefill,
+        plan.kernels.decode,
+        plan.prefetch_depth,
+    )
+
+
+def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candidate]]:
+    """Choices worth seeing beside the plan's."""
+    if candidate.micro_batch > 1:
+        yield "half the micro-batch", replace(candidate, micro_batch=candidate.micro_batch // 2)
+    if candidate.num_micro_batches > 1:
+        yield "one micro-batch", replace(candidate, num_micro_batches=1)
+    if candidate.block_rows < num_prompts:
+        yield "twice the micro-batches", replace(candidate, num_micro_batches=2 * candidate.num_micro_batches)
+    if candidate.prefetch_depth:
+        yield "no prefetch", replace(candidate, prefetch_depth=0)
+    yield "prefetch one deeper", replace(candidate, prefetch_depth=candidate.prefetch_depth + 1)
+
+
+def _priced(evaluator: Evaluator, change: str, candidate: Candidate, tokens: int) -> Alternative:
+    """The best placement of other choices."""
+    priced = [(evaluator.simulate(candidate, placement).total_s, placement) for placement in evaluator.placements(candidate)]
+    if not priced:
+        return Alternative(change=change, tokens_per_s=None, peak_bytes=None)
+    seconds, placement = min(priced, key=lambda pair: pair[0])
+    return Alternative(change=change, tokens_per_s=tokens / seconds, peak_bytes=peak_bytes(evaluator, candidate, placement))
+
+
+def _phase(evaluator: Evaluator, seconds: float, busy: dict[Resource, float]) -> PhaseTime:
+    near, far = evaluator.tiers[0], evaluator.tiers[1]
+    known = {name: busy.get(name, 0.0) for name in (READ_RESOURCE[far], COMPUTE_RESOURCE[near])}
+    binding = max(known, key=lambda name: known[name])
+    return PhaseTime(seconds=seconds, busy_s=known, binding=binding, idle_s=max(0.0, seconds - known[binding]))
