@@ -110,3 +110,87 @@ def tiny_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size="100KB" if sharded else "5GB")
     return directory
+
+
+GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def tiny_gguf(
+    family: str, path: Path, kind: str = "F32", num_layers: int = 4, tied: bool | None = None, seed: int = 0,
+    metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None, **changes: Any,
+) -> Path:  # fmt: skip
+    """Write a tiny random model as llama.cpp's converter would, without a tokenizer.
+
+    Args:
+        family: one of GGUF_FAMILIES.
+        kind: GGUF type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or another that `gguf.quants` can write.
+        metadata: further metadata: a string or a positive whole number for each key.
+        tensors: further fp32 tensors, by GGUF name.
+
+    Returns:
+        The path.
+    """
+    import gguf
+
+    if family == "qwen2":
+        changes = {"use_sliding_window": False, **changes}
+    if family == "qwen3":
+        changes = {"head_dim": 128, **changes}  # transformers' GGUF loader knows no other.
+    model = tiny_model(family, num_layers, tied=tied, seed=seed, **changes)
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_name(f"tiny {family}")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(num_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    if family == "qwen3":
+        writer.add_key_length(head_dim)
+    if family == "llama":
+        writer.add_rope_dimension_count(head_dim)
+    for key, value in (metadata or {}).items():
+        writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().numpy()
+        if family == "llama" and (".q_proj." in name or ".k_proj." in name):
+            data = _llama_cpp_permute(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
+        _add_tensor(writer, _gguf_name(name), data, kind if data.ndim == 2 else "F32")
+    for name, data in (tensors or {}).items():
+        writer.add_tensor(name, data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_name(name: str) -> str:
+    stem, part = name.rsplit(".", 1)
+    if stem.startswith("model.layers."):
+        _, _, layer, module = stem.split(".", 3)
+        return f"blk.{layer}.{_GGUF_NAMES[module]}.{part}"
+    return f"{_GGUF_NAMES[stem]}.{part}"
+
+
+def _llama_cpp_permute(weights: Any, num_heads: int) -> Any:
+    """`permute` of llama.cpp's convert_hf_to_gguf.py."""
+    return weights.reshape(num_heads, 2, weights.shape[0] // num_heads // 2, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def _add_tensor(writer: Any, name: str, data: Any, kind: str) -> None:
+    import gguf
+
+    tensor_type = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(name, gguf.quants.quantize(data, tensor_type), raw_dtype=tensor_type)

@@ -122,7 +122,7 @@ def _check_tensor(tensor: TensorShape, source: TensorSource, what: str) -> None:
 
 def _check_surplus(family: Family, shape: ModelShape, named: Mapping[str, TensorSource], what: str, remarks: list[str]) -> None:
     surplus = [name for name in named if name not in shape.by_name]
-    harmless = [name for name in surplus if any(re.search(pattern, name) for pattern in family.harmless)]
+    harmless = sorted(name for name in surplus if any(re.search(pattern, name) for pattern in family.harmless))
     unused = sorted(set(surplus) - set(harmless))
     if unused:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""

@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from lmoffload.checkpoint.assembly import assemble
 from lmoffload.checkpoint.fingerprint import fingerprint_of
+from lmoffload.checkpoint.gguf_file import read_gguf
+from lmoffload.checkpoint.hub import find_model, name_of
 from lmoffload.checkpoint.huggingface import read_folder
 from lmoffload.checkpoint.source import TensorSource
 from lmoffload_solver.errors import StatedError
@@ -70,15 +72,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises:
         StatedError: what is wrong, in one sentence.
     """
-    from lmoffload.checkpoint.gguf_file import read_gguf
-    from lmoffload.checkpoint.hub import find_model
-
     place = find_model(path)
     is_file = place.is_file()
     stored = read_gguf(place) if is_file else read_folder(place)
     what = f"GGUF file {place}" if is_file else f"checkpoint {place}"
-    name = place.stem if is_file else place.resolve().name
-    assembly = assemble(name, stored.config, stored.tensors, what, f"configuration of the {what}")
+    assembly = assemble(name_of(place), stored.config, stored.tensors, what, f"configuration of the {what}")
     return Checkpoint(
         path=place,
         shape=assembly.shape,

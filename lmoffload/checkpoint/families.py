@@ -165,8 +165,8 @@ OPT = Family(
     "opt", "OPTForCausalLM", "model.",
     MappingProxyType({
         "vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-        "max_position_embeddings": 2048, "word_embed_proj_dim": None, "tie_word_embeddings": True, "enable_bias": True, "layer_norm_elementwise_affine": True,
-        "do_layer_norm_before": True, "_remove_final_layer_norm": False,
+        "max_position_embeddings": 2048, "word_embed_proj_dim": None, "tie_word_embeddings": True, "enable_bias": True,
+        "layer_norm_elementwise_affine": True, "do_layer_norm_before": True, "_remove_final_layer_norm": False,
     }),
     before=(
         _matrix("model.decoder.embed_tokens", "vocab", "word", "embedding"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 from lmoffload.checkpoint.checkpoint import Checkpoint
@@ -36,11 +37,10 @@ def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     Raises:
         StatedError: transformers refuses the configuration.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    fields = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
     try:
-        config: PreTrainedConfig = AutoConfig.for_model(checkpoint.shape.model_type, **fields)
+        config: PreTrainedConfig = CONFIG_MAPPING[checkpoint.shape.model_type].from_dict(deepcopy(dict(checkpoint.config)))
     except Exception as error:
         raise StatedError(f"The configuration of {checkpoint.path} is refused by transformers: {_first_line(error)}") from error
     return config
