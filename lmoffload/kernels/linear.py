@@ -3,68 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
+from lmoffload.kernels.fused import PANEL_ROWS, FusedDot
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.tiles import LEAST_ROWS, TileProduct, blas_is_steady, rows_of_tile
+from lmoffload_solver.formats import FORMATS, stored_bytes
 
-LEAST_ROWS = 4
-MOST_ROWS = 128
-TILE_BYTES = 4 << 20
+JOB_WORK = 2 << 20
+"""Weights times activation rows (at least 8 of them) that are worth a job of their own: about 50 microseconds."""
+
+JOBS_PER_THREAD = 4
+"""Jobs a thread in large products, so that a thread that lost its core for a while does not hold up the others."""
 
 
 class LinearKernel(Protocol):
-    """A serial product of rows of activations with a range of the stored rows of a weight."""
+    """A serial product of rows of activations with a range of the stored rows of a weight; many may run at once."""
 
     name: str
     formats: frozenset[str]
 
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        """out[first_row:end_row] = widened(matrix)[first_row:end_row] @ x.T.
+    def prepare(self, matrix: Matrix) -> None:
+        """Compile what matrices of this format need; called before the jobs."""
 
-        x: fp32 [M, K] contiguous, M >= 4. out: fp32 [N, M], transposed and in stored row order.
+    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
+        """out[:, first_row:end_row] = x @ widened(matrix)[first_row:end_row].T, GIL released.
+
+        x: fp32 [M, K] contiguous, M >= 4. out: fp32 [M, N] contiguous, columns in stored row order.
         """
 
 
-class WidenTiles:
-    """Widen a tile of rows that stays in the cache, then an fp32 product."""
-
-    name = "widen_tiles"
-    formats = frozenset({"bf16", "fp16", "q8_0", "q4_0", "q4_1"})
-
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        step = max(16, TILE_BYTES // (4 * matrix.k))
-        bytes_ = matrix.row_bytes
-        for first in range(first_row, end_row, step):
-            end = min(first + step, end_row)
-            tile = reference_widen(Matrix(matrix.data[first * bytes_ : end * bytes_], matrix.format, end - first, matrix.k))
-            _multiply(tile, x, out[first:end])
-
-
-class Fp32:
-    """A product with weights stored in fp32, where they lie."""
-
-    name = "fp32"
-    formats = frozenset({"fp32"})
-
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        data = matrix.data if matrix.data.data_ptr() % 4 == 0 else matrix.data.clone()
-        weight = data.view(torch.float32).view(matrix.n, matrix.k)
-        _multiply(weight[first_row:end_row], x, out[first_row:end_row])
-
-
-def _multiply(tile: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-    rows = x.shape[0]
-    for first in range(0, rows, MOST_ROWS):
-        end = min(first + MOST_ROWS, rows)
-        first = max(0, min(first, end - LEAST_ROWS))
-        torch.mm(tile, x[first:end].T, out=out[:, first:end])
-
-
-KERNELS: Mapping[str, LinearKernel] = MappingProxyType({kernel.name: kernel for kernel in (Fp32(), WidenTiles())})
+KERNELS: Mapping[str, LinearKernel] = MappingProxyType(
+    {
+        "fp32": TileProduct("fp32", frozenset({"fp32"})),
+        "widen_tiles": TileProduct("widen_tiles", frozenset(FORMATS) - {"fp32"}),
+        "fused_dot": FusedDot(),
+    }
+)
 
 
 def kernels_for(format_name: str) -> tuple[str, ...]:
@@ -74,6 +54,8 @@ def kernels_for(format_name: str) -> tuple[str, ...]:
 
 def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x @ weight.T + bias; the bits of a row depend on that row alone.
+
+    Where torch's BLAS does not keep that promise (`blas_is_steady`), `fused_dot` computes in place of the kernel named.
 
     Args:
         x: fp32 [M, K] contiguous, M >= 1.
@@ -85,17 +67,38 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     Returns:
         fp32 [M, N] contiguous, columns in the layer's order.
     """
-    chosen = KERNELS[kernel]
-    assert matrix.format in chosen.formats, f"kernel {kernel} does not take {matrix.format}"
+    assert x.dtype == torch.float32 and x.is_contiguous() and x.dim() == 2 and x.shape[1] == matrix.k, "x is not fp32 [M, K] contiguous"
+    assert matrix.format in KERNELS[kernel].formats, f"kernel {kernel} does not take {matrix.format}"
+    ranges = row_ranges(matrix.n, matrix.k, x.shape[0], pool.threads)
+    chosen = steady_kernel(kernel, matrix.k, ranges)
+    chosen.prepare(matrix)
     rows = x.shape[0]
     padded = x if rows >= LEAST_ROWS else torch.cat((x, x.new_zeros(LEAST_ROWS - rows, matrix.k)))
-    out = torch.empty(matrix.n, padded.shape[0])
-    step = -(-matrix.n // pool.threads)
-    pool.run([lambda f=f: chosen.product(padded, matrix, f, min(f + step, matrix.n), out) for f in range(0, matrix.n, step)])  # type: ignore[misc]
+    out = torch.empty(padded.shape[0], matrix.n)
+    pool.run([partial(chosen.product, padded, matrix, first, end, out) for first, end in ranges])
+    out = out[:rows]
     if matrix.row_order is not None:
-        out = out[matrix.row_order]
-    result = out.T[:rows].contiguous()
-    return result if bias is None else result.add_(bias)
+        out = out.index_select(1, matrix.row_order)
+    return out if bias is None else out.add_(bias)
+
+
+def row_ranges(n: int, k: int, rows: int, threads: int) -> list[tuple[int, int]]:
+    """The weight rows of each job: whole panels, one job where the work is too little to share."""
+    worth = n * k * max(rows, 8) // JOB_WORK
+    jobs = 1 if worth < 2 or threads == 1 else min(worth // threads, JOBS_PER_THREAD) * threads or threads
+    size = -(-n // jobs // PANEL_ROWS) * PANEL_ROWS
+    return [(first, min(first + size, n)) for first in range(0, n, size)]
+
+
+def steady_kernel(kernel: str, k: int, ranges: list[tuple[int, int]]) -> LinearKernel:
+    """The kernel named, or `fused_dot` where BLAS would let a row's bits depend on its company."""
+    chosen = KERNELS[kernel]
+    if isinstance(chosen, TileProduct):
+        tile = rows_of_tile(k)
+        heights = {height for first, end in ranges for height in (min(tile, end - first), (end - first) % tile) if height}
+        if not all(blas_is_steady(height, k) for height in heights):
+            return KERNELS[FusedDot.name]
+    return chosen
 
 
 def reference_linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,5 +108,17 @@ def reference_linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None 
 
 
 def verify_row_invariance(kernel: str, format_name: str, n: int, k: int) -> bool:
-    """True where a row's bits do not depend on M for this kernel and shape on this machine."""
-    return True
+    """Whether a row's bits are independent of M and of its place for this kernel and shape on this machine; a few milliseconds.
+
+    At most a tile's rows of the matrix are tried: further tiles repeat the same call.
+    """
+    n = min(n, rows_of_tile(k))
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(48, 64, (stored_bytes((n, k), format_name),), generator=generator, dtype=torch.uint8)  # normal numbers in each
+    matrix, x = Matrix(data, format_name, n, k), torch.randn(130, k, generator=generator)
+    with Pool(1) as pool:
+        whole = linear(x, matrix, kernel, pool)
+        return all(
+            torch.equal(linear(x[start : start + rows], matrix, kernel, pool), whole[start : start + rows])
+            for rows, start in ((1, 0), (1, 129), (2, 64), (3, 5), (5, 31), (17, 2), (64, 60), (129, 1))
+        )

@@ -87,6 +87,20 @@ class Pool:
         self.close()
 
 
+class Scratch(threading.local):
+    """Memory of a kernel that each thread keeps from call to call: mapping fresh pages costs as much as filling them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def floats(self, count: int) -> torch.Tensor:
+        """fp32 [count], contents undefined, valid until this thread asks again."""
+        if self._memory.numel() < count:
+            self._memory = torch.empty(0)  # the old piece goes before the new one comes
+            self._memory = torch.empty(count)
+        return self._memory[:count]
+
+
 class _Batch:
     """The jobs of one `run`, taken one by one by whoever is free."""
 

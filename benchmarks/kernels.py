@@ -1,0 +1,109 @@
+"""What the kernels reach on this machine: GFLOP/s and GB/s of stored weights for each kernel and M; weights rotated beyond the cache.
+
+    python benchmarks/kernels.py [--threads 2] [--n 5632] [--k 2048] [--memory-mib 1024] [--formats bf16 q8_0 ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see docs/kernels.md
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lmoffload.kernels.attention import decode_attention, prefill_attention
+from lmoffload.kernels.linear import kernels_for, linear
+from lmoffload.kernels.matrix import Matrix
+from lmoffload.kernels.pool import Pool
+from lmoffload_solver.formats import FORMATS, stored_bytes
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+
+
+def best_seconds(calls: Iterable[Callable[[], object]], least_s: float = 0.25) -> float:
+    """The lower quartile of the calls' times: others may use the machine. Calls are repeated in turn for `least_s`."""
+    calls, times = list(calls), []
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < least_s or len(times) < 5:
+        call = calls[len(times) % len(calls)]
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 4]
+
+
+def linear_table(options: argparse.Namespace, pool: Pool) -> Table:
+    table = Table("format", "kernel", *(f"M={rows}" for rows in ROWS), title=f"GFLOP/s (GB/s of stored weights), [{options.n}, {options.k}]")
+    for format_name in options.formats:
+        size = stored_bytes((options.n, options.k), format_name)
+        count = max(2, (options.memory_mib << 20) // size)
+        memory = torch.randint(48, 64, (count * size,), dtype=torch.uint8)  # normal numbers in every format
+        matrices = [Matrix(memory[i * size : (i + 1) * size], format_name, options.n, options.k) for i in range(count)]
+        for kernel in kernels_for(format_name):
+            cells = []
+            for rows in ROWS:
+                x = torch.randn(rows, options.k)
+                seconds = best_seconds([lambda m=m, x=x, kernel=kernel: linear(x, m, kernel, pool) for m in matrices])
+                cells.append(f"{2e-9 * rows * options.n * options.k / seconds:.0f} ({1e-9 * size / seconds:.1f})")
+            table.add_row(format_name, kernel, *cells)
+    return table
+
+
+def attention_table(pool: Pool) -> Table:
+    table = Table("attention", "shape", "rate", title="Attention, fp32")
+    for rows, heads, kv_heads, dim, length in ((1, 32, 4, 64, 4096), (16, 32, 4, 64, 1024), (8, 32, 8, 128, 2048), (32, 9, 3, 64, 256)):
+        layers = max(2, (256 << 20) // (8 * rows * kv_heads * length * dim))
+        size = kv_heads * length * dim
+        starts, full = torch.arange(rows) * size, torch.full((rows,), length)
+        keys, values = (torch.randn(layers, rows * size) for _ in range(2))
+        q = torch.randn(rows, heads, dim)
+        seconds = best_seconds([
+            lambda i=i, q=q, keys=keys, values=values, starts=starts, full=full, kv_heads=kv_heads, dim=dim: decode_attention(
+                q, keys[i], values[i], starts, starts, full, full, num_kv_heads=kv_heads, scaling=dim**-0.5, pool=pool
+            )
+            for i in range(layers)
+        ])  # fmt: skip
+        table.add_row("decode", f"{rows} rows, {heads}/{kv_heads} heads of {dim}, {length} keys", f"{8e-9 * rows * size / seconds:.1f} GB/s")
+    for count, length, window, softcap in ((16, 64, None, None), (4, 512, None, None), (1, 2048, None, None), (1, 2048, 512, None), (1, 2048, None, 50.0)):
+        q, k, v = torch.randn(count * length, 32, 64), torch.randn(count * length, 4, 64), torch.randn(count * length, 4, 64)
+        segments = [(i * length, (i + 1) * length) for i in range(count)]
+        seconds = best_seconds([
+            lambda q=q, k=k, v=v, segments=segments, window=window, softcap=softcap: prefill_attention(
+                q, k, v, segments, scaling=0.125, window=window, softcap=softcap, pool=pool
+            )
+        ])  # fmt: skip
+        pairs = sum(min(i + 1, window or length) for i in range(length))
+        what = f"{count} x {length} tokens, 32/4 heads of 64" + (f", window {window}" if window else "") + (", softcap" if softcap else "")
+        table.add_row("prefill", what, f"{4e-9 * count * 32 * 64 * pairs / seconds:.0f} GFLOP/s")
+    return table
+
+
+def hand_off_us(pool: Pool) -> float:
+    """Microseconds of a run of one empty job a thread."""
+    jobs = [lambda: None] * pool.threads
+    return 1e6 * best_seconds([lambda: pool.run(jobs)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--n", type=int, default=5632)
+    parser.add_argument("--k", type=int, default=2048)
+    parser.add_argument("--memory-mib", type=int, default=1024)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    options = parser.parse_args()
+    console = Console(width=max(160, Console().width) if not sys.stdout.isatty() else None)
+    with Pool(options.threads) as pool:
+        console.print(f"{options.threads} threads, {torch.backends.cpu.get_cpu_capability()}, hand-off {hand_off_us(pool):.0f} us")
+        console.print(attention_table(pool))
+        console.print(linear_table(options, pool))
+
+
+if __name__ == "__main__":
+    main()
