@@ -23,6 +23,8 @@ class Machine:
 
     profile: MachineProfile
     is_here: bool
+    place: str | None = None
+    """The file or name of the profile; None for this machine's own."""
 
     def disk_for(self, path: Path | None) -> str | None:
         """The measured file system that holds `path`; None, for the first one measured, where the profile does not know it."""
@@ -69,8 +71,8 @@ def machine_of(
 ) -> Machine:
     """The machine called `name` (a profile file, or a name of profiles/), or this one.
 
-    Where this one has no profile yet, the quick one is made; where its profile does not know the disk that holds `disk`, that disk is measured
-    now and kept.
+    Where this one has no profile yet, the quick one is made; where its profile does not know the disk that holds `disk`, that is
+    measured now and kept.
 
     Args:
         is_here: the work is to be done on this machine, whatever profile is named.
@@ -79,7 +81,8 @@ def machine_of(
         StatedError: there is no such profile, or it cannot be read.
     """
     if name is not None:
-        return Machine(load_profile(name), is_here)
+        path = Path(name)
+        return Machine(load_profile(name), is_here, str(path.absolute()) if path.exists() else name)
     if not default_profile_path().exists():
         tell("This machine has no profile yet: making the quick one, which takes up to a minute (`lmoffload profile` makes the full one).")
         return Machine(profile(quick=True, disk=disk, on_progress=on_progress, tell=tell), is_here=True)

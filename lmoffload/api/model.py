@@ -18,6 +18,8 @@ class Model:
 
     shape: ModelShape
     checkpoint: Checkpoint | None
+    place: str
+    """Where it is found again: an absolute path, or the name as given."""
 
     @property
     def digest(self) -> str:
@@ -45,6 +47,6 @@ def open_model(name: str | Path) -> Model:
         StatedError: there is no such model, or its files are not sound.
     """
     if isinstance(name, str) and name.startswith(SHAPE_PREFIX):
-        return Model(named_shape(name.removeprefix(SHAPE_PREFIX)), None)
+        return Model(named_shape(name.removeprefix(SHAPE_PREFIX)), None, name)
     checkpoint = open_checkpoint(name)
-    return Model(checkpoint.shape, checkpoint)
+    return Model(checkpoint.shape, checkpoint, str(checkpoint.path.absolute()))

@@ -73,8 +73,11 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
         raise StatedError(f"No plan was found within {limits.solve_s:g} s; allow more with --solve-time.")
     for remark in plan.remarks:
         tell(remark)
-    named = Named(name=profile.name, digest=profile.fingerprint())
-    return ModelPlan(plan.model_copy(update={"machine": named}), model, profile)
+    named = {
+        "model": Named(name=model.shape.name, digest=model.digest, place=model.place),
+        "machine": Named(name=profile.name, digest=profile.fingerprint(), place=machine.place),
+    }
+    return ModelPlan(plan.model_copy(update=named), model, profile)
 
 
 def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
@@ -84,13 +87,15 @@ def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
         StatedError: the file is no plan, or was made for another model or machine.
     """
     plan = read_value(Plan, path, "plan")
-    if plan.model.digest != model.digest:
-        made_for = f"{plan.model.name}, {plan.model.digest}"
-        raise StatedError(f"The plan {path} was made for another model ({made_for}), not for {model.shape.name}; plan again.")
-    if plan.machine.digest != machine.profile.fingerprint():
-        made_for = f"{plan.machine.name}, {plan.machine.digest}"
-        raise StatedError(f"The plan {path} was made for another machine, or another profile of it ({made_for}); plan again.")
+    _require_same(path, "model", plan.model, model.shape.name, model.digest)
+    _require_same(path, "machine or another profile of it", plan.machine, machine.profile.name, machine.profile.fingerprint())
     return ModelPlan(plan, model, machine.profile)
+
+
+def _require_same(path: Path, what: str, planned: Named, name: str, digest: str) -> None:
+    if planned.digest != digest:
+        made_for, this = f"{planned.name}, digest {planned.digest}", f"{name}, {digest}"
+        raise StatedError(f"The plan {path} was made for another {what} ({made_for}; this one is {this}): plan again.")
 
 
 def check_fits(workload: Workload, plan: Plan) -> None:

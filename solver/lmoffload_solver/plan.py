@@ -15,6 +15,8 @@ class Named(Value):
 
     name: str
     digest: str
+    place: str | None = None
+    """Where it was found when the plan was made, so that `explain` finds it again: a path, or a name as the user wrote it."""
 
 
 class AttentionPlace(Value):

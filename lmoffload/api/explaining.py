@@ -1,0 +1,29 @@
+"""Explaining a plan from its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lmoffload.api.machine import machine_of
+from lmoffload.api.model import open_model
+from lmoffload.api.planning import read_plan
+from lmoffload.errors import StatedError
+from lmoffload_solver.explain import Explanation, explain
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.value import read_value
+
+
+def explain_file(path: Path, model: str | None, machine: str | None) -> tuple[Plan, Explanation]:
+    """A plan and where its time goes. Model and machine are looked for where they were when the plan was made, unless named.
+
+    Raises:
+        StatedError: the file is no plan, or what it was made for is not found or has changed.
+    """
+    plan = read_value(Plan, path, "plan")
+    place = model or plan.model.place
+    if place is None:
+        raise StatedError(f"The plan {path} does not say where its model {plan.model.name} lies; name it with --model.")
+    opened = open_model(place)
+    on = machine_of(machine or plan.machine.place, None, is_here=False)
+    read_plan(path, opened, on)
+    return plan, explain(opened.shape, on.profile, plan, file_system=on.disk_for(opened.path))
