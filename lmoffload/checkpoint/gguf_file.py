@@ -106,18 +106,26 @@ def _check_features(path: Path, architecture: str, header: GgufHeader) -> None:
     split = header.metadata.get("split.count", 0)
     if isinstance(split, int) and split > 1:
         raise StatedError(f"The GGUF file {path} is one of {split} parts: join them with llama-gguf-split --merge.")
-    scaling = header.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none":
+    scaling = _position_scaling(architecture, header)
+    if scaling is not None:
         raise StatedError(
             f"The GGUF file {path} scales rotary positions ({scaling}), which does not run from GGUF: take the original folder."
-        )
-    if "rope_freqs.weight" in header.tensors:
-        raise StatedError(
-            f"The GGUF file {path} scales rotary positions (rope_freqs.weight), which does not run from GGUF: take the original folder."
         )
     experts = header.metadata.get(f"{architecture}.expert_count", 0)
     if experts:
         raise StatedError(f"The GGUF file {path} is a mixture of {experts} experts, which does not run.")
+
+
+def _position_scaling(architecture: str, header: GgufHeader) -> str | None:
+    """What says that rotary positions are scaled. llama.cpp takes a factor without a type as linear scaling."""
+    kind = header.metadata.get(f"{architecture}.rope.scaling.type")
+    if kind not in (None, "none"):
+        return str(kind)
+    if kind is None:
+        for field in ("rope.scaling.factor", "rope.scale_linear"):
+            if header.metadata.get(f"{architecture}.{field}", 1) not in (0, 1):
+                return field
+    return "rope_freqs.weight" if "rope_freqs.weight" in header.tensors else None
 
 
 def config_of(architecture: str, header: GgufHeader) -> dict[str, Any]:

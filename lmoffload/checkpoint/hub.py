@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from lmoffload.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE, read_json_object
@@ -12,6 +13,8 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 CACHED_MODEL = re.compile(r"models--(?P<owner>.+?)--(?P<name>.+)")
 WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 """Configuration, weights, tokenizer; no other formats of the same weights."""
+UNWANTED_FILES = ("*/*", "consolidated*")
+"""Folders, and a second copy of the weights in their author's layout."""
 
 
 def find_model(name: str | Path) -> Path:
@@ -58,9 +61,10 @@ def _cached_or_downloaded(hub_id: str) -> Path:
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    snapshot = partial(snapshot_download, hub_id, allow_patterns=list(WANTED_FILES), ignore_patterns=list(UNWANTED_FILES))
     cached: Path | None = None
     try:
-        cached = Path(snapshot_download(hub_id, allow_patterns=list(WANTED_FILES), local_files_only=True))
+        cached = Path(snapshot(local_files_only=True))
     except (LocalEntryNotFoundError, ValueError):
         if HF_HUB_OFFLINE:
             raise StatedError(
@@ -69,7 +73,7 @@ def _cached_or_downloaded(hub_id: str) -> Path:
     if cached is not None and (HF_HUB_OFFLINE or _has_weights(cached)):
         return cached
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(WANTED_FILES)))
+        return Path(snapshot())
     except Exception as error:  # The hub client passes on whatever its HTTP library raises.
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         raise StatedError(f"There is no folder {hub_id}, and the hub model of that name could not be fetched: {reason}.") from error

@@ -18,12 +18,15 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     Raises:
         StatedError: there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = checkpoint.path
     try:
         if checkpoint.is_gguf:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+            # What AutoTokenizer ends with too, after it has read the file with gguf.GGUFReader for the model type (4.6 s against 0.4).
+            tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(
+                path.parent, gguf_file=path.name, local_files_only=True
+            )
         else:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # Whatever a damaged tokenizer file makes transformers raise is told as one sentence.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lmoffload.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, transformers_config
 from lmoffload.checkpoint.gguf_file import rotary_row_order
@@ -109,7 +109,11 @@ def test_the_real_model(smollm2: Path) -> None:
 
 
 def test_the_real_tokenizer(smollm2: Path) -> None:
-    tokenizer = load_tokenizer(open_checkpoint(smollm2))
+    tokenizer: Any = load_tokenizer(open_checkpoint(smollm2))
+    theirs: Any = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    assert tokenizer.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert tokenizer.special_tokens_map == theirs.special_tokens_map
+    assert tokenizer.chat_template == theirs.chat_template
     for text in (
         "Hello  world\n\n\tfoo 12345",
         " lead and trail  ",
@@ -119,7 +123,7 @@ def test_the_real_tokenizer(smollm2: Path) -> None:
     ):
         assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer("Hello  world\n\n\tfoo 123").input_ids == [19556, 216, 905, 1116, 197, 15236, 216, 33, 34, 35]
-    prompt: Any = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     assert (ids.count(1), ids.count(2)) == (3, 2)  # <|im_start|> and <|im_end|> are one token each
@@ -142,6 +146,8 @@ def test_a_short_file_is_told_with_expected_and_actual_bytes(tmp_path: Path) -> 
     ("metadata", "said"),
     [
         ({"llama.rope.scaling.type": "yarn"}, "scales rotary positions (yarn)"),
+        ({"llama.rope.scaling.factor": 4}, "scales rotary positions (rope.scaling.factor)"),
+        ({"llama.rope.scale_linear": 2}, "scales rotary positions (rope.scale_linear)"),
         ({"llama.expert_count": 8}, "mixture of 8 experts"),
         ({"split.count": 3}, "one of 3 parts"),
     ],
