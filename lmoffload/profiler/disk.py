@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from lmoffload.profiler.disk_target import opened
 from lmoffload.profiler.limits import disk_of, usable_memory
 from lmoffload.profiler.samples import UNSTEADY
 from lmoffload_solver.machine import Disk
-from lmoffload_solver.schedule import PAGE_BYTES, READ_REQUEST_BYTES
+from lmoffload_solver.schedule import READ_REQUEST_BYTES
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = tuple(64 * KIB << i for i in range(11))
@@ -53,14 +52,13 @@ def read_disk(
     system = disk_of(path)
     with opened(path, system.free_bytes, budget_s) as target:
         memory_bytes = min(IN_FLIGHT[-1] * SIZES[-1], target.num_bytes, usable_memory() // 2)
-        with memoryview(mmap.mmap(-1, max(PAGE_BYTES, memory_bytes // PAGE_BYTES * PAGE_BYTES))) as memory:
-            session = Session(target, memory, tell)
-            cache_excluded = is_cache_excluded(session, budget_s * 0.07)
-            block_read = random_read(session, budget_s * 0.03)
-            sizes = QUICK_SIZES if quick else SIZES
-            read = transfer_curves(session, "read", sizes, IN_FLIGHT, budget_s * 0.6)
-            write = transfer_curves(session, "write", WRITE_SIZES, IN_FLIGHT[::2], budget_s * 0.14) if target.scratch else ()
-            direct, writable = target.reader.direct, target.scratch is not None
+        session = Session.of(target, memory_bytes, tell)
+        cache_excluded = is_cache_excluded(session, budget_s * 0.07)
+        block_read = random_read(session, budget_s * 0.03)
+        sizes = QUICK_SIZES if quick else SIZES
+        read = transfer_curves(session, "read", sizes, IN_FLIGHT, budget_s * 0.6)
+        write = transfer_curves(session, "write", WRITE_SIZES, IN_FLIGHT[::2], budget_s * 0.14) if target.scratch else ()
+        direct, writable = target.reader.direct, target.scratch is not None
     if not direct:
         session.remarks.append(f"{system.mount_point} refuses direct I/O: its rates are of buffered requests whose pages are dropped.")
     if not writable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +38,12 @@ class Session:
     memory: memoryview
     tell: Callable[[str], None]
     remarks: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(target: Target, num_bytes: int, tell: Callable[[str], None]) -> Session:
+        """A session with memory for `num_bytes` of requests at once, in whole pages."""
+        memory = mmap.mmap(-1, max(PAGE_BYTES, num_bytes // PAGE_BYTES * PAGE_BYTES))
+        return Session(target, memoryview(memory), tell)
 
 
 def transfer_curves(
@@ -75,6 +82,12 @@ def stream_sample(ended_s: Sequence[float], threads: int) -> Sample:
     edges = np.linspace(begin, last, windows + 1)
     moved = np.diff(np.interp(edges, ended_s, range(len(ended_s))))
     return summarize([float(t) for t in np.diff(edges) / moved])
+
+
+def read_rate(session: Session, size: int, threads: int, seconds: float) -> float:
+    """Bytes per second of a stream of reads."""
+    with ThreadPoolExecutor(threads) as pool:
+        return size / _Stream(session, "read", size, threads).sample(pool, seconds).median_s
 
 
 class _Stream:

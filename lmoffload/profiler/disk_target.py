@@ -42,7 +42,7 @@ class Target:
 
 
 @contextmanager
-def opened(path: Path, free_bytes: int, budget_s: float) -> Iterator[Target]:
+def opened(path: Path, free_bytes: int, budget_s: float, most_bytes: int = MOST_BYTES) -> Iterator[Target]:
     """The file to measure."""
     folder = _scratch_folder(path)
     if folder is None:
@@ -57,7 +57,7 @@ def opened(path: Path, free_bytes: int, budget_s: float) -> Iterator[Target]:
         finally:
             file.close()
         return
-    wanted = max(4 * CHUNK_BYTES, min(MOST_BYTES, int(budget_s * 32) * MIB))
+    wanted = max(4 * CHUNK_BYTES, min(most_bytes, int(budget_s * 32) * MIB))
     num_bytes = min(wanted, free_bytes // FREE_SHARE) // CHUNK_BYTES * CHUNK_BYTES
     if num_bytes < SMALLEST_BYTES:
         raise StatedError(

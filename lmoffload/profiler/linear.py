@@ -1,0 +1,128 @@
+"""Linear layers: FLOP/s of every kernel and stored format against the rows M and the threads, weights rotated beyond the caches."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from lmoffload.profiler.curves import curve_of
+from lmoffload.profiler.limits import usable_memory
+from lmoffload.profiler.memory import rotation_bytes
+from lmoffload.profiler.overheads import linear_call_s
+from lmoffload.profiler.samples import Sample, repeat
+from lmoffload.profiler.weights import WeightSlab
+from lmoffload_solver.formats import FORMATS
+from lmoffload_solver.machine import LinearCurve
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmoffload.kernels.matrix import Matrix
+    from lmoffload.kernels.pool import Pool
+
+ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+QUICK_ROWS = (4, 16, 64, 256, 1024)
+"""One row is computed as four."""
+LEAST_POINTS = 2
+SHAPES = ((5632, 2048), (1536, 576))
+"""[N, K]: the feed-forward layer of a 1.1B model, and that of a 135M one."""
+LARGE = 1 << 22
+MEMORY_SHARE = 6
+"""Activations and outputs of one product take at most one part in this many of the usable memory."""
+
+
+class Case(NamedTuple):
+    """One curve to measure."""
+
+    kernel: str
+    format: str
+    pool: Pool
+    n: int
+    k: int
+
+
+def linear_curves(
+    pools: Sequence[Pool],
+    budget_s: float,
+    *,
+    quick: bool,
+    formats: Sequence[str] | None = None,
+    tell: Callable[[str], None] = lambda what: None,
+) -> tuple[tuple[LinearCurve, ...], tuple[str, ...]]:
+    """Curves of every kernel for the given stored formats (all by default), and remarks.
+
+    The hand-over to the pool is taken out of the times: it is `Overheads.linear_call_s`, which costs add for every layer.
+    """
+    num_bytes, beyond = rotation_bytes()
+    slab, rows = WeightSlab(num_bytes), QUICK_ROWS if quick else ROWS
+    call_s = {pool.threads: linear_call_s(pool, budget_s * 0.01) for pool in pools}
+    cases = list(_cases(pools, tuple(FORMATS) if formats is None else formats))
+    end = time.perf_counter() + budget_s
+    found, cut = [], 0
+    for index, case in enumerate(cases):
+        tell(f"linear layers, {case.kernel} on {case.format}, {case.pool.threads} threads, {case.n} x {case.k}")
+        # Large shapes take ten times the work of small ones and are what runs spend their time on.
+        share_s = (end - time.perf_counter()) * _weight(case) / sum(_weight(left) for left in cases[index:])
+        curve = _curve(case, slab, rows, max(0.0, share_s), beyond, call_s[case.pool.threads])
+        cut += curve.flops_per_s.x[-1] < rows[-1]
+        found.append(curve)
+    remarks = []
+    if not beyond:
+        remarks.append(
+            f"Linear layers were measured over {num_bytes / 1e6:.0f} MB of weights, which may not exceed the last-level cache: "
+            "their rates at few rows may be too high."
+        )
+    if cut:
+        remarks.append(f"{cut} of {len(found)} curves of linear layers end before {rows[-1]} rows: time or memory did not suffice.")
+    return tuple(found), tuple(remarks)
+
+
+def _cases(pools: Sequence[Pool], formats: Sequence[str]) -> Iterator[Case]:
+    from lmoffload.kernels.linear import kernels_for
+
+    for format_name in formats:
+        for kernel in kernels_for(format_name):
+            for pool in pools:
+                for n, k in SHAPES:
+                    yield Case(kernel, format_name, pool, n, k)
+
+
+def _weight(case: Case) -> float:
+    """Shares of the time: fewer threads and larger layers take longer."""
+    return (1.0 if case.n * case.k > LARGE else 0.4) / math.sqrt(case.pool.threads)
+
+
+def _curve(case: Case, slab: WeightSlab, rows: Sequence[int], budget_s: float, beyond: bool, call_s: float) -> LinearCurve:
+    """Rates at ascending M, for as long as another point is expected to fit the budget; two at least."""
+    import torch
+
+    matrices = slab.matrices(case.format, case.n, case.k)
+    most_rows = usable_memory() // MEMORY_SHARE // (4 * (case.k + 2 * case.n))
+    end = time.perf_counter() + budget_s
+    samples: list[Sample] = []
+    for index, m in enumerate(rows):
+        left_s = end - time.perf_counter()
+        # One warm-up and three runs, of a product that takes at most as much longer as it has more rows.
+        expected_s = 4 * samples[-1].median_s * m / rows[index - 1] if samples else 0.0
+        if index >= LEAST_POINTS and (expected_s > left_s * 1.5 or m > most_rows):
+            break
+        x = torch.randn(m, case.k, generator=torch.Generator().manual_seed(m))
+        samples.append(_sample(case, matrices, x, max(0.0, left_s) / (2 * (len(rows) - index)), call_s))
+    return LinearCurve(
+        kernel=case.kernel,
+        format=case.format,
+        threads=case.pool.threads,
+        n=case.n,
+        k=case.k,
+        flops_per_s=curve_of(rows[: len(samples)], [2.0 * m * case.n * case.k for m in rows[: len(samples)]], samples),
+        beyond_cache=beyond,
+    )
+
+
+def _sample(case: Case, matrices: Iterator[Matrix], x: torch.Tensor, budget_s: float, call_s: float) -> Sample:
+    from lmoffload.kernels.linear import linear
+
+    sample = repeat(lambda: linear(x, next(matrices), case.kernel, case.pool), budget_s)
+    return Sample(max(sample.median_s - call_s, sample.median_s / 2), sample.spread, sample.count)

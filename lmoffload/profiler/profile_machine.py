@@ -1,0 +1,163 @@
+"""A machine's profile, measured within a time budget."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmoffload.profiler.child import ask_child
+from lmoffload.profiler.limits import read_limits
+from lmoffload.profiler.processor import host_processor, versions
+from lmoffload.profiler.progress import Clock, Progress
+from lmoffload.profiler.samples import UNSTEADY
+from lmoffload_solver.errors import StatedError
+from lmoffload_solver.machine import AttentionCurve, HostLimits, LinearCurve, MachineProfile, MemoryRate
+
+if TYPE_CHECKING:
+    from lmoffload.kernels.pool import Pool
+
+QUICK_S, FULL_S = 52.0, 280.0
+"""Seconds in all, loading the libraries included; a little is left for what overruns."""
+SHARES = {
+    "base": (8.0, 8.0),
+    "disk": (15.0, 60.0),
+    "memory": (1.0, 5.0),
+    "links": (1.0, 10.0),
+    "linear": (15.0, 130.0),
+    "attention": (3.0, 25.0),
+    "overheads": (5.0, 20.0),
+    "contention": (2.5, 10.0),
+    "default threads": (4.0, 6.0),
+}
+"""Seconds of each stage, quick and full, when there is no more and no less than QUICK_S or FULL_S in all."""
+CHILD_TIMEOUT_S = 90.0
+
+
+def profile(
+    *,
+    quick: bool,
+    disk_path: Path,
+    on_progress: Callable[[Progress], None] | None = None,
+    formats: Sequence[str] | None = None,
+    budget_s: float | None = None,
+) -> MachineProfile:
+    """Measure this machine and the disk that holds `disk_path`.
+
+    Args:
+        quick: fewer points in less time: within 60 s instead of within 5 minutes.
+        on_progress: hears what is measured now.
+        formats: stored formats whose linear layers are measured; all by default.
+        budget_s: seconds instead of the default ones; every point is measured at least three times however small it is.
+
+    Raises:
+        StatedError: the disk cannot be measured, or the process that measures the base failed.
+    """
+    shares = {stage: seconds[0 if quick else 1] for stage, seconds in SHARES.items()}
+    clock = Clock((QUICK_S if quick else FULL_S) if budget_s is None else budget_s, shares, on_progress)
+    limits = read_limits()
+    # In its own process, and first: this one does not hold the libraries yet, and both must fit under a limit.
+    clock.start("base")
+    base_bytes = int(ask_child("base", CHILD_TIMEOUT_S)["bytes"])
+    with _serial_torch():
+        from lmoffload.kernels.pool import Pool
+
+        with ExitStack() as stack:
+            pools = [stack.enter_context(Pool(threads)) for threads in thread_counts(limits.cores, quick=quick)]
+            unnamed = _measure(clock, pools, quick, disk_path, formats, limits, base_bytes)
+    clock.end()
+    found = unnamed.versions
+    day, version, kind = datetime.date.today().isoformat(), found.get("lmoffload", "(unknown version)"), "quick" if quick else "full"
+    return unnamed.model_copy(update={"provenance": f"measured {day} by lmoffload {version} ({kind})"})
+
+
+def thread_counts(cores: int, *, quick: bool) -> tuple[int, ...]:
+    """Numbers of threads to measure with, ascending: one, all cores, and between them half of them (quick) or the powers of two."""
+    between = {cores // 2} if quick else {1 << i for i in range(cores.bit_length())}
+    return tuple(sorted(n for n in {1, cores, *between} if 1 <= n <= cores))
+
+
+def _measure(
+    clock: Clock,
+    pools: Sequence[Pool],
+    quick: bool,
+    disk_path: Path,
+    formats: Sequence[str] | None,
+    limits: HostLimits,
+    base_bytes: int,
+) -> MachineProfile:
+    """Every stage in turn; each imports what it needs, since importing this module must load neither torch nor transformers."""
+    from lmoffload.profiler.attention import attention_curves
+    from lmoffload.profiler.contention import measure_contention
+    from lmoffload.profiler.disk import read_disk
+    from lmoffload.profiler.linear import linear_curves
+    from lmoffload.profiler.links import link_curves
+    from lmoffload.profiler.memory import memory_rates
+    from lmoffload.profiler.overheads import measure_overheads
+    from lmoffload_solver.threads import disk_threads
+
+    tell = clock.tell
+    readings = read_disk(disk_path, budget_s=clock.start("disk"), quick=quick, tell=tell)
+    memory = memory_rates(pools, clock.start("memory"))
+    links, link_remarks = link_curves(clock.start("links"), tell)
+    linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=formats, tell=tell)
+    attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
+    overheads = measure_overheads(pools[-1], clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
+    contention = measure_contention(disk_path, pools[-1], clock.start("contention"), disk_threads(readings.disk), tell)
+    slowdown, thread_remarks = _default_threads(pools[-1], clock.start("default threads"))
+    steady_remarks = _unsteady_remarks(memory, linear, attention)
+    return MachineProfile(
+        name=platform.node() or "this machine",
+        provenance="",
+        host=limits,
+        processors=(host_processor(limits.cores),),
+        memory=memory,
+        disks=(readings.disk,),
+        links=links,
+        linear=linear,
+        attention=attention,
+        overheads=overheads,
+        contention=contention,
+        base_bytes=base_bytes,
+        versions=versions(),
+        remarks=(*readings.remarks, *link_remarks, *linear_remarks, *steady_remarks, *thread_remarks),
+        default_threads_slowdown=slowdown,
+    )
+
+
+def _default_threads(pool: Pool, budget_s: float) -> tuple[float | None, tuple[str, ...]]:
+    """The figure, or where it cannot be had a remark: no plan rests on it."""
+    from lmoffload.profiler.default_threads import default_threads_slowdown
+
+    try:
+        return default_threads_slowdown(pool, budget_s / 4, CHILD_TIMEOUT_S), ()
+    except StatedError as error:
+        return None, (str(error),)
+
+
+def _unsteady_remarks(memory: Sequence[MemoryRate], linear: Sequence[LinearCurve], attention: Sequence[AttentionCurve]) -> Iterator[str]:
+    """One sentence for each kind of reading with some that vary."""
+    kinds = {
+        "memory bandwidths": [rate.spread > UNSTEADY for rate in memory],
+        "curves of linear layers": [curve.flops_per_s.unsteady for curve in linear],
+        "curves of attention": [curve.rate.unsteady for curve in attention],
+    }
+    for kind, unsteady in kinds.items():
+        if any(unsteady):
+            yield f"{sum(unsteady)} of {len(unsteady)} {kind} are unsteady: something else may be using this machine."
+
+
+@contextmanager
+def _serial_torch() -> Iterator[None]:
+    """torch's own threads are one while we measure, as they are in a run; afterwards the caller has his back."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
