@@ -119,14 +119,14 @@ def _weights(evaluator: Evaluator, tensors: dict[str, TensorPlan]) -> WeightsPla
 
 def _shadow_prices(evaluator: Evaluator, candidate: Candidate, tokens: int) -> tuple[ShadowPrice, ...]:
     """Duals as gains: d(tokens/s) = −tokens/T² · dT. One more byte of memory saves its dual in seconds; one more byte/s of the disk saves
-    D/R seconds per step that waits for it."""
+    1/R of the seconds that wait for it."""
     choices = evaluator.program_choices(candidate)
     solution = Program(choices).solve()
     if solution is None:
         return ()
     gain = tokens / solution.total_s**2
     memory = max(0.0, solution.seconds_per_byte) * GIB * gain
-    disk = max(0.0, solution.seconds_per_read_second) * solution.read_s / choices.read_bytes_per_s * GIGABYTE * gain
+    disk = max(0.0, solution.waiting_s) / choices.read_bytes_per_s * GIGABYTE * gain
     resource = "weights_memory" if solution.duals.get("capacity.weights", 0.0) < 0 else "host_memory"
     return (
         ShadowPrice(resource=resource, unit="GiB", gain_tokens_per_s=memory),

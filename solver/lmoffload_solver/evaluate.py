@@ -90,7 +90,11 @@ class Evaluator:
         (depth + 1)·(Q − head)/layers, within the room M. See `program.Program` for the rows.
         """
         room = self.room(candidate, True)
-        streamed = self._least_streamed(room, depths)
+        least = self._least_streamed(room, depths)
+        fits = np.isfinite(least)
+        if not fits.any():
+            return np.full(len(depths), np.inf)
+        streamed = np.where(fits, least, 0.0)
         costs = self.job(candidate.threads).costs
         read = streamed / costs.disk.best_read_rate
         early = (depths + 1) * self.largest_layer / costs.disk.best_read_rate
@@ -104,7 +108,7 @@ class Evaluator:
             )
             serial = reading + layers * step.layer_s
             total += step.weight * np.maximum(step.compute_s, np.where(depths > 0, ahead, serial))
-        return np.asarray(np.where(np.isfinite(streamed), total, np.inf))
+        return np.asarray(np.where(fits, total, np.inf))
 
     def program_choices(self, candidate: Candidate) -> Choices:
         """The linear program's constants for a candidate."""

@@ -23,7 +23,13 @@ from lmoffload_solver.schedule import aligned_bytes, num_slots, slot_bytes, unit
 from lmoffload_solver.workload import Limits, Workload
 
 TILE_BYTES = 4 * 2**20
-"""Weights widened at a time by one thread, and as much again for the product library's own packing."""
+"""fp32 bytes of the weights that one thread widens at a time (`lmoffload.kernels.tiles`)."""
+
+TILE_ROWS_AT_ONCE = 128
+"""Activation rows of one product over a tile."""
+
+PACKING_BYTES = 2 * 2**20
+"""What the product library packs operands into, per thread."""
 
 QUERY_BLOCK = 256
 """Queries whose scores one thread holds in the prefill, three copies (scores, exponentials, products)."""
@@ -76,7 +82,8 @@ class JobMemory:
         self._attention = max(
             2 * model.hidden_size + 5 * s.num_heads * s.key_dim + 3 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers
         )
-        self._mlp = 2 * model.hidden_size + max(3 * model.intermediate_size, 2 * _widest_mlp(model))
+        self._mlp = 2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size
+        self._tile_bytes = PACKING_BYTES + max(_tile_bytes(*counting.matrix_size(t)) for t in model.tensors if t.is_matrix)
 
     def kv_bytes(self, block_rows: int) -> int:
         """KV of the first block."""
@@ -96,7 +103,7 @@ class JobMemory:
             + num_micro_batches * GREENLET_BYTES,
             "vectors": self._vectors,
             "kv": self.kv_bytes(block_rows),
-            "tiles": 2 * threads * TILE_BYTES,
+            "tiles": threads * self._tile_bytes,
         }
         first = counting.padded(int(self._tokens[rows]), multiple)
         return Parts(
@@ -118,13 +125,14 @@ class JobMemory:
     def layer_bytes(self, tokens: int) -> int:
         """Temporaries of a decoder layer over `tokens` tokens, fp32, the larger of
         attention: normed copies 2·hidden; q with its rotated copies 5·query; k and v with theirs 3·(key + value);
-        MLP: normed copies 2·hidden; gate, up and product 3·intermediate, or a fused product twice (as computed and as transposed)."""
+        MLP: normed copies 2·hidden; gate (or gate and up in one), its activation, and up or their product: widest + 2·intermediate."""
         return ACTIVATION_BYTES * tokens * max(self._attention, self._mlp)
 
     def head_bytes(self, tokens: int, rows: int, block_rows: int, head_streams: bool) -> int:
-        """Final norm over all tokens (2·hidden), logits as computed and as transposed, and one sequence's copies while it is sampled."""
+        """Final norm over all tokens (2·hidden); logits, two more copies of those of a micro-batch (a piece's as computed, the check for
+        infinities), and one sequence's copies while it is sampled."""
         kept = block_rows if head_streams else rows
-        logits = self._head_bytes * (kept + counting.padded(rows) + SAMPLING_COPIES)
+        logits = self._head_bytes * (kept + 2 * counting.padded(rows) + SAMPLING_COPIES)
         return 2 * counting.hidden_bytes(self.model, tokens) + logits
 
 
@@ -186,6 +194,12 @@ class Capacity:
         if limits.weights_memory_share is not None:
             weights.append(int(limits.weights_memory_share * counting.weights_bytes(model)))
         return Capacity(memory, min(weights, default=None))
+
+
+def _tile_bytes(n: int, k: int) -> int:
+    """One thread's tile of a matrix [N, K] and the product over it."""
+    rows = min(n, max(16, TILE_BYTES // (ACTIVATION_BYTES * k)))
+    return ACTIVATION_BYTES * rows * (k + TILE_ROWS_AT_ONCE)
 
 
 def _widest_mlp(model: ModelShape) -> int:

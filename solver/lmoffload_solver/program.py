@@ -76,8 +76,8 @@ class Solution:
     """Seconds per unit of each row's right-hand side."""
     seconds_per_byte: float
     """Marginal seconds saved by one more byte of the compute tier (or of the user's limit, where that binds)."""
-    seconds_per_read_second: float
-    """Marginal seconds of the job per second of reading in a step: how many steps wait for the disk."""
+    waiting_s: float
+    """Seconds of the job that are reading and nothing else: marginal seconds per relative slowing of the disk, dT / d ln(1/R)."""
     read_s: float
     """D: seconds of reading in a step."""
 
@@ -91,10 +91,12 @@ class Program:
         self.pulp = pulp
         self.choices = choices
         self.model = pulp.LpProblem("placement", pulp.LpMinimize)
+        self.rows: dict[str, Any] = {}
         self.near, self.far = choices.tiers[0], choices.tiers[1]
-        self.fraction = {c.name: {tier: pulp.LpVariable(f"w.{c.name}.{tier}", 0, 1) for tier in choices.tiers} for c in choices.classes}
-        self.buffer = pulp.LpVariable("S", 0)
-        self.seconds = [pulp.LpVariable(f"T.{step.name}", 0) for step in choices.steps]
+        new = self.model.add_variable
+        self.fraction = {c.name: {tier: new(f"w.{c.name}.{tier}", 0, 1) for tier in choices.tiers} for c in choices.classes}
+        self.buffer = new("S", 0)
+        self.seconds = [new(f"T.{step.name}", 0) for step in choices.steps]
         self.model += pulp.lpSum(step.weight * seconds for step, seconds in zip(choices.steps, self.seconds, strict=True))
         self.placed()
         self.buffer_size()
@@ -106,21 +108,21 @@ class Program:
     def placed(self) -> None:
         """placed.c: Σ_t w[c, t] = 1 for each class c."""
         for name, fractions in self.fraction.items():
-            self.model += self.pulp.lpSum(fractions.values()) == 1, f"placed.{name}"
+            self._add(f"placed.{name}", self.pulp.lpSum(fractions.values()) == 1)
 
     def buffer_size(self) -> None:
         """buffer: Σ_c w[c, disk]·b_c <= S, where b_c is the mean of the class over the layers: the largest layer streams no less."""
         streamed = [c.layer_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.layer_bytes]
-        self.model += self.pulp.lpSum(streamed) <= self.buffer, "buffer"
+        self._add("buffer", self.pulp.lpSum(streamed) <= self.buffer)
 
     def capacity(self) -> None:
         """capacity.tier and capacity.weights: Σ_c w[c, tier]·B_c + (prefetch depth + 1)·S <= M, with M what the largest phase leaves of the
         tier, or the user's limit on weights. Nothing streams where all fits, so S may be 0."""
         homes = self.pulp.lpSum(c.num_bytes * self.fraction[c.name][self.near] for c in self.choices.classes)
         used = homes + (self.choices.prefetch_depth + 1) * self.buffer
-        self.model += used <= self.choices.memory_bytes, f"capacity.{self.near}"
+        self._add(f"capacity.{self.near}", used <= self.choices.memory_bytes)
         if self.choices.weights_bytes is not None:
-            self.model += used <= self.choices.weights_bytes, "capacity.weights"
+            self._add("capacity.weights", used <= self.choices.weights_bytes)
 
     def reading(self) -> None:
         """read.e: T_e >= D − early + C_e·k·(1 − 1/d): the reader works through D and is slowed while computing lasts.
@@ -129,17 +131,17 @@ class Program:
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
             rest = slow.compute * (1 - 1 / slow.read)
             row = seconds >= self._read_s() - self._early_s(step) + rest * self._compute_s(step)
-            self.model += row, f"read.{step.name}"
+            self._add(f"read.{step.name}", row)
 
     def computing(self) -> None:
         """compute.e: T_e >= C_e + (D − early)·d·(1 − 1/k), and busy.e: T_e >= C_e."""
         slow = self._contention()
         rest = slow.read * (1 - 1 / slow.compute)
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
-            self.model += seconds >= self._compute_s(step), f"busy.{step.name}"
+            self._add(f"busy.{step.name}", seconds >= self._compute_s(step))
             if rest:
                 row = seconds >= self._compute_s(step) + rest * (self._read_s() - self._early_s(step))
-                self.model += row, f"compute.{step.name}"
+                self._add(f"compute.{step.name}", row)
 
     def serial(self) -> None:
         """serial.e, with a single ring buffer: T_e >= D − early + (layers that stream)·(computing of the quickest layer), since a layer is
@@ -151,7 +153,7 @@ class Program:
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
             share = step.layer_s / layer_bytes if layer_bytes else 0.0
             row = seconds >= self._read_s() - self._early_s(step) + share * self.pulp.lpSum(in_layers)
-            self.model += row, f"serial.{step.name}"
+            self._add(f"serial.{step.name}", row)
 
     def solve(self) -> Solution | None:
         """The optimum; None where the rows contradict each other."""
@@ -159,9 +161,8 @@ class Program:
             self.model.solve(self.pulp.HiGHS(msg=False))
         if self.pulp.LpStatus[self.model.status] != "Optimal":
             return None
-        duals = {name: float(row.pi) for name, row in self.model.constraints.items()}
+        duals = {name: float(row.pi) for name, row in self.rows.items()}
         bound_to_memory = duals.get(f"capacity.{self.near}", 0.0) + duals.get("capacity.weights", 0.0)
-        waiting = sum(price for name, price in duals.items() if name.startswith(("read.", "serial.")))
         fractions = {c: {tier: float(v.value()) for tier, v in by_tier.items()} for c, by_tier in self.fraction.items()}
         streamed = sum(c.num_bytes * fractions[c.name][self.far] for c in self.choices.classes if c.streams)
         return Solution(
@@ -170,9 +171,22 @@ class Program:
             float(self.buffer.value()),
             duals,
             -bound_to_memory,
-            waiting,
+            self._waiting_s(duals, streamed / self.choices.read_bytes_per_s),
             streamed / self.choices.read_bytes_per_s,
         )
+
+    def _waiting_s(self, duals: dict[str, float], read_s: float) -> float:
+        slow = self._contention()
+        rest = slow.read * (1 - 1 / slow.compute)
+        total = 0.0
+        for step in self.choices.steps:
+            price = duals[f"read.{step.name}"] + duals.get(f"serial.{step.name}", 0.0) + rest * duals.get(f"compute.{step.name}", 0.0)
+            total += price * (read_s - self._early_s(step))
+        return total
+
+    def _add(self, name: str, row: Any) -> None:
+        self.rows[name] = row
+        self.model.addConstraint(row, name)
 
     def _contention(self) -> Contention:
         """Nothing overlaps for long without read-ahead."""

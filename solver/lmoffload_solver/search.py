@@ -31,6 +31,9 @@ __all__ = ["Infeasible", "Optimal", "Outcome", "TimedOut", "solve"]
 
 MOST_PREFETCH = 4
 MOST_MICRO_BATCHES = 64
+MOST_PROGRAMS = 24
+"""Candidates whose bound the linear program tightens; for the many after them simulating at once is cheaper."""
+
 SAME = 1e-9
 """Relative difference of two times that is rounding of floating point."""
 
@@ -134,7 +137,7 @@ class Search:
             if time.perf_counter() > self.deadline:
                 self.cut_short = True
                 return best
-            if not tight:
+            if not tight and self.programs_solved < MOST_PROGRAMS:
                 tighter = self.tightened(candidate)
                 if tighter is not None:
                     heapq.heappush(heap, (max(bound, tighter), number, candidate, True))

@@ -1,0 +1,58 @@
+"""Explanations add up, and agree with the plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmoffload_solver.explain import Explanation, explain
+from lmoffload_solver.outcome import Optimal
+from lmoffload_solver.search import solve
+from lmoffload_solver.workload import Limits
+from tests.solver.toys import MIB, make_machine, make_model, make_work
+
+
+def explained(limits: Limits, **machine: float) -> tuple[Optimal, Explanation]:
+    model, where = make_model(8, 256, 512), make_machine(24 * MIB, base_bytes=4 * MIB, **machine)  # type: ignore[arg-type]
+    outcome = solve(model, where, make_work(8, 16, 6), limits)
+    assert isinstance(outcome, Optimal)
+    return outcome, explain(model, where, outcome.plan, limits=limits)
+
+
+def test_a_disk_bound_plan() -> None:
+    limits = Limits(weights_memory_share=0.5)
+    outcome, told = explained(limits, disk_bytes_per_s=1e7)
+    plan = outcome.plan
+    assert told.decode.binding == "disk_read"
+    assert told.decode.busy_s["disk_read"] + told.prefill.busy_s["disk_read"] == pytest.approx(plan.predicted.resources["disk_read"])
+    assert told.prefill.seconds + told.decode.seconds == pytest.approx(plan.predicted.total_s, rel=1e-3)
+    assert sum(told.memory_parts.values()) == plan.predicted.peak_bytes["host"] <= told.memory_usable_bytes
+    assert told.program_tokens_per_s is not None
+    assert told.program_tokens_per_s >= plan.predicted.tokens_per_s
+    assert told.moved_bytes_per_step > 0
+
+
+def test_alternatives_are_no_better() -> None:
+    outcome, told = explained(Limits(weights_memory_share=0.5))
+    best = outcome.plan.predicted.tokens_per_s
+    priced = {alternative.change: alternative.tokens_per_s for alternative in told.alternatives}
+    assert "half the micro-batch" in priced
+    assert "no prefetch" in priced
+    assert all(rate is None or rate <= best * (1 + 1e-9) for rate in priced.values())
+
+
+def test_a_compute_bound_plan() -> None:
+    _, told = explained(Limits(), disk_bytes_per_s=1e10, flops_per_s=1e8)
+    assert told.prefill.binding == told.decode.binding == "host_compute"
+    assert told.decode.idle_s < told.decode.seconds / 100
+
+
+def test_what_does_not_fit_says_so() -> None:
+    model, work = make_model(8, 256, 512), make_work(8, 200, 6)
+    machine = make_machine(64 * MIB, base_bytes=4 * MIB)
+    outcome = solve(model, machine, work, Limits())
+    assert isinstance(outcome, Optimal)
+    tight = machine.model_copy(
+        update={"host": machine.host.model_copy(update={"memory_usable_bytes": outcome.plan.predicted.peak_bytes["host"] // 3})}
+    )
+    told = explain(model, tight, outcome.plan)
+    assert any(alternative.tokens_per_s is None for alternative in told.alternatives)
