@@ -26,4 +26,4 @@ def explain_file(path: Path, model: str | None, machine: str | None) -> tuple[Pl
     opened = open_model(place)
     on = machine_of(machine or plan.machine.place, None, is_here=False)
     read_plan(path, opened, on)
-    return plan, explain(opened.shape, on.profile, plan, file_system=on.disk_for(opened.path))
+    return plan, explain(opened.shape, on.profile, plan, limits=plan.limits, file_system=on.disk_for(opened.path))

@@ -56,7 +56,7 @@ def profile(
 
     for remark in prepare_threads():
         tell(remark)
-    measured = measure(quick=quick, disk=Path(disk or "."), on_progress=on_progress)
+    measured = measure(quick=quick, disk_path=Path(disk or "."), on_progress=on_progress)
     save_profile(measured, Path(out) if out is not None else default_profile_path())
     return measured
 

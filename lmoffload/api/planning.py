@@ -7,7 +7,6 @@ from pathlib import Path
 
 from lmoffload.api.machine import Machine
 from lmoffload.api.model import Model
-from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.errors import InfeasibleError, StatedError, UsageError
 from lmoffload.profiler.limits import memory_of_process, read_limits
 from lmoffload_solver.machine import MachineProfile
@@ -54,7 +53,7 @@ def synthetic_workload(num_prompts: int | None, prompt_len: int | None, gen_len:
     return Workload(prompts=(group,), gen_len=numbers["gen-len"])
 
 
-def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits, tell: Tell = tell_on_stderr) -> ModelPlan:
+def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits) -> ModelPlan:
     """The best plan within the limits; those of the machine this runs on are read now.
 
     Raises:
@@ -71,13 +70,12 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     plan = outcome.best_so_far if isinstance(outcome, TimedOut) else outcome.plan
     if plan is None:
         raise StatedError(f"No plan was found within {limits.solve_s:g} s; allow more with --solve-time.")
-    for remark in plan.remarks:
-        tell(remark)
-    named = {
+    known = {
         "model": Named(name=model.shape.name, digest=model.digest, place=model.place),
         "machine": Named(name=profile.name, digest=profile.fingerprint(), place=machine.place),
+        "limits": limits,
     }
-    return ModelPlan(plan.model_copy(update=named), model, profile)
+    return ModelPlan(plan.model_copy(update=known), model, profile)
 
 
 def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:

@@ -71,4 +71,4 @@ def plan(
         on = Machine(machine, is_here=True)
     else:
         on = machine_of(machine, opened.path, is_here=False, tell=tell)
-    return solve_for(opened, on, workload, limits, tell)
+    return solve_for(opened, on, workload, limits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,12 +65,15 @@ def plan_work(
     workload = work.workload(model)
     on = machine_of(machine, model.path, is_here=False, on_progress=on_progress, tell=tell)
     try:
-        return solve_for(model, on, workload, limits, tell)
+        planned = solve_for(model, on, workload, limits)
     except NoPlanError as error:
         if as_json:
             named = Named(name=model.shape.name, digest=model.digest)
             print(json.dumps(infeasible_document(error.outcome, named, error.machine, workload), indent=2))
         raise
+    for remark in planned.plan.remarks:
+        tell(remark)
+    return planned
 
 
 def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: ProgressBar, tell: Tell = tell_on_stderr) -> bool:
@@ -95,7 +98,8 @@ def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: Pr
     text = Text(checkpoint)
     job = work.job(text, model.shape)
     if planned is None and job.requests:
-        planned = solve_for(model, machine, job.workload, limits, tell)
+        planned = solve_for(model, machine, job.workload, limits)
+        _tell_in_short(planned.plan.remarks, tell)
     return _complete(work, options, planned, job, text, bar, tell)
 
 
@@ -190,3 +194,9 @@ def _tell_end(work: Work, report: RunReport) -> None:
     else:
         show(run_tables(report), to_stderr=True)
 
+
+def _tell_in_short(remarks: Sequence[str], tell: Tell) -> None:
+    """`plan` tells all of them; a run has other things to say."""
+    if remarks:
+        more = f" (and {len(remarks) - 1} more, see `lmoffload plan`)" if len(remarks) > 1 else ""
+        tell(remarks[0] + more)

@@ -11,7 +11,7 @@ from lmoffload.report.tables import facts, grid
 from lmoffload.units import format_bytes, format_rate, format_seconds
 from lmoffload_solver.machine import Curve, Disk, LinearCurve, MachineProfile
 
-SHOWN_ROWS = (1, 16, 64, 256, 1024)
+SHOWN_ROWS = (4, 16, 64, 256, 1024)
 """M of the products shown: the nearest measured ones."""
 
 
@@ -81,6 +81,10 @@ def _disk(disk: Disk) -> Table:
 
 
 def _linear(curves: tuple[LinearCurve, ...]) -> Table:
+    """Of each kernel and format, the curve of the largest layer with the most threads; the others are in the file."""
+    shown: dict[tuple[str, str], LinearCurve] = {}
+    for curve in sorted(curves, key=lambda c: (c.threads, c.n * c.k)):
+        shown[curve.kernel, curve.format] = curve
     return grid(
         "Linear layers",
         ("kernel", "weights", "threads", "N x K", *(f"M = {m}" for m in SHOWN_ROWS)),
@@ -92,7 +96,7 @@ def _linear(curves: tuple[LinearCurve, ...]) -> Table:
                 f"{curve.n} x {curve.k}",
                 *(_at(curve.flops_per_s, m) for m in SHOWN_ROWS),
             )
-            for curve in curves
+            for curve in shown.values()
         ),
     )
 

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from lmoffload_solver.value import Goal, Quality, Resource, TaskClass, TensorClass, Tier, Value
-from lmoffload_solver.workload import Workload
+from lmoffload_solver.workload import Limits, Workload
 
 
 class Named(Value):
@@ -106,6 +106,8 @@ class Plan(Value):
     model: Named
     machine: Named
     workload: Workload
+    limits: Limits = Field(default_factory=Limits)
+    """What the user granted and fixed when the plan was made."""
     quality: Quality
     goal: Goal = "throughput"
     policy: str = "optimal"

@@ -108,7 +108,7 @@ def test_unreadable_profiles(call: Call, home: Path) -> None:
         ("", "is not valid"),
         ("{}", "is not valid"),
         (good[: len(good) // 2], "is not valid"),
-        (good.replace('"cores"', '"kores"', 1), "kores"),
+        (good.replace('"cores"', '"kores"', 1), "host.cores"),
         (good.replace('"schema_version":1', '"schema_version":99'), "schema_version"),
     ):
         Path("machine.json").write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def test_interrupted_runs_keep_what_is_finished(profiled: Path, model: Path) -> 
     with subprocess.Popen([*command, *batches], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         output = Path("out.jsonl")
         while process.poll() is None and (not output.exists() or not output.read_text(encoding="utf-8").count("\n")):
-            pass
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
