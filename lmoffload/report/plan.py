@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from lmoffload.report.tables import facts, grid
+from lmoffload.report.tables import facts
 from lmoffload.units import format_bytes, format_seconds
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.outcome import Infeasible
@@ -19,19 +19,6 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """The decisions, then the prediction."""
     yield facts(f"Plan for {plan.model.name} on {plan.machine.name}", _decisions(plan))
     yield facts("Predicted", _predictions(plan))
-
-
-def memory_table(plan: Plan) -> RenderableType:
-    """Bytes of weights, KV and the peak, per tier."""
-    tiers = sorted({*plan.weights.bytes, *plan.kv.bytes, *plan.predicted.peak_bytes})
-    return grid(
-        "Memory",
-        ("tier", "weights", "KV", "peak"),
-        (
-            (tier, *(format_bytes(of.get(tier, 0)) for of in (plan.weights.bytes, plan.kv.bytes)), _peak(plan, tier))
-            for tier in tiers
-        ),
-    )
 
 
 def infeasible_document(outcome: Infeasible, model: Named, machine: MachineProfile, workload: Workload) -> dict[str, Any]:
@@ -76,13 +63,15 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "time", f"{format_seconds(predicted.total_s)}: {phases}"
     yield "a decode step", format_seconds(predicted.step_s)
     for tier, size in predicted.peak_bytes.items():
+        if tier == "disk":
+            continue
         base = f", of it {format_bytes(predicted.base_bytes)} the process itself" if tier == "host" else ""
         yield f"peak on {tier}", format_bytes(size) + base
     yield "binds", plan.binding
     search = f"{plan.status}, {plan.programs_solved} programs in {format_seconds(plan.solve_s)}"
     yield "bound", f"{plan.bound_tokens_per_s:.2f} tokens/s; gap {plan.gap:.1%} ({search})"
     for price in plan.shadow_prices:
-        yield f"one {price.unit} more of {price.resource}", f"{price.gain_tokens_per_s:+.3f} tokens/s"
+        yield f"one {price.unit} more of {price.resource.replace('_', ' ')}", f"{price.gain_tokens_per_s:+.3f} tokens/s"
     for looser in plan.looser_quality:
         loss = "loss not measured" if looser.loss is None else f"loss {looser.loss:.2%}"
         yield f"quality {looser.quality}", f"{looser.tokens_per_s:.2f} tokens/s, {loss}"
@@ -91,6 +80,3 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
 def _sizes(per_tier: dict[Any, int]) -> str:
     return ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in per_tier.items() if size) or "none"
 
-
-def _peak(plan: Plan, tier: Any) -> str:
-    return format_bytes(plan.predicted.peak_bytes[tier]) if tier in plan.predicted.peak_bytes else "-"

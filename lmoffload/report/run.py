@@ -50,7 +50,7 @@ def _rows(report: RunReport) -> Iterator[tuple[str, str, str, str]]:
         yield name, form(getattr(report.predicted, field)), form(getattr(report.measured, field)), _error(report.error.get(field))
     for resource in sorted({*report.predicted.resources, *report.measured.resources}):
         yield (f"{resource} busy", *_pair(report, lambda figures, name=resource: figures.resources.get(name), format_seconds))  # type: ignore[misc]
-    for tier in sorted({*report.predicted.peak_bytes, *report.measured.peak_bytes}):
+    for tier in sorted({*report.predicted.peak_bytes, *report.measured.peak_bytes} - {"disk"}):
         yield (f"peak on {tier}", *_pair(report, lambda figures, name=tier: figures.peak_bytes.get(name), format_bytes))  # type: ignore[misc]
 
 
