@@ -36,7 +36,8 @@ class Engine:
 
     def __init__(self, model_plan: ModelPlan, *, text: Text | None = None, tell: Tell = tell_on_stderr) -> None:
         checkpoint = model_plan.model.require_checkpoint()
-        for remark in prepare_threads():
+        self._remarks = prepare_threads()
+        for remark in self._remarks:
             tell(remark)
         from lmoffload import executor
         from lmoffload.jobs.text import Text
@@ -104,7 +105,8 @@ class Engine:
 
     def report(self) -> RunReport:
         """What has been run so far, predicted and measured."""
-        return self._engine.report()
+        report = self._engine.report()
+        return report.model_copy(update={"remarks": tuple(dict.fromkeys((*report.remarks, *self._remarks)))})
 
     def close(self) -> None:
         """End every thread and give the memory back; the engine cannot be used afterwards."""

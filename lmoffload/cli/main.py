@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = build_app()(args=arguments, prog_name="lmoffload", standalone_mode=False, obj=invocation)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
-        return INTERRUPTED
+        code = INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # whoever read our output has gone; Python would complain of the closed pipe at exit
         return 1
@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return UsageError.exit_code
         print(f"lmoffload: {sentence_of(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, StatedError) else 1
+    if code == INTERRUPTED:
+        print("lmoffload: interrupted; results that were finished are kept.", file=sys.stderr)
     return int(code or 0)
 
 
