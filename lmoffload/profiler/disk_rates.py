@@ -26,6 +26,8 @@ RUN_BYTES = 64 * MIB
 WINDOW_S = 0.2
 """Two of the slices over which the kernel keeps a limit on a disk."""
 START_S = 0.2
+REQUEST_WEIGHT = 3
+"""The size that runs read with gets this many times the time of another: predictions rest on it."""
 COUNTED = 0.95
 """The part of the bytes that the kernel must have counted as read from the device."""
 
@@ -51,15 +53,13 @@ def transfer_curves(
 ) -> tuple[TransferCurve, ...]:
     """One curve for each number of requests in flight; sizes that do not fit memory or the file are left out."""
     found: list[TransferCurve] = []
-    # The size that runs read with counts twice: predictions rest on it.
-    share_s = budget_s / len(in_flight) / (len(sizes) + list(sizes).count(READ_REQUEST_BYTES))
+    weights = {size: REQUEST_WEIGHT if size == READ_REQUEST_BYTES else 1 for size in sizes}
+    share_s = budget_s / len(in_flight) / sum(weights.values())
     for threads in in_flight:
         fitting = [size for size in sizes if size * threads <= len(session.memory)]
         session.tell(f"disk {way}, {threads} in flight")
         with ThreadPoolExecutor(threads) as pool:
-            samples = [
-                _Stream(session, way, size, threads).sample(pool, share_s * (2 if size == READ_REQUEST_BYTES else 1)) for size in fitting
-            ]
+            samples = [_Stream(session, way, size, threads).sample(pool, share_s * weights[size]) for size in fitting]
         if fitting:
             found.append(TransferCurve(threads=threads, bytes_per_s=curve_of(fitting, fitting, samples, law=True)))
     return tuple(found)

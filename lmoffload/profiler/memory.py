@@ -21,7 +21,7 @@ BEYOND = 1.25
 """What is read in turn is this much larger than the last-level cache, so that nothing of it is left when its turn comes again."""
 UNKNOWN_CACHE_BYTES = 256 * MIB
 """Read in turn where the kernel does not tell the size of the last-level cache."""
-MEMORY_SHARE = 3
+MEMORY_SHARE = 4
 """Measurements fill at most one part in this many of the usable memory."""
 
 
