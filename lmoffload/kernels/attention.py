@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.decode import decode_kernel
+from lmoffload.kernels.pool import Pool, Scratch
+from lmoffload.kernels.prefill import QUERY_BLOCK, prefill_kernel
+from lmoffload.kernels.softmax import score_floats
 
-BLOCK = 64
+NO_WINDOW = 2**62
+
+JOB_FLOATS = 1 << 17
+"""Keys' and values' floats worth a job of their own: about 50 microseconds."""
+
+JOB_PRODUCTS = 1 << 21
+"""The same in products of prefill attention."""
+
+JOBS_PER_THREAD = 4
+
+_SCORES = Scratch()
 
 
 def decode_attention(
@@ -29,11 +45,61 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     pool: Pool,
 ) -> torch.Tensor:
-    """Attention of one new token a row over that row's keys and values. See docs/kernels.md."""
-    return reference_decode_attention(
-        q, keys, values, key_starts, value_starts, capacities, lengths,
-        num_kv_heads=num_kv_heads, value_dim=value_dim, scaling=scaling, window=window, softcap=softcap, sinks=sinks,
-    )  # fmt: skip
+    """Attention of one new token a row over that row's keys and values.
+
+    Row r's keys are keys[key_starts[r]:][: num_kv_heads * capacities[r] * D] seen as [num_kv_heads, capacities[r], D], of which the first
+    lengths[r] tokens are valid, the new one included; values likewise with Dv. Query heads h * G .. (h + 1) * G share key head h.
+    The bits of a row depend on its own query, keys, values and length.
+
+    Args:
+        q: fp32 [R, H, D] contiguous.
+        keys, values: fp32, one-dimensional.
+        key_starts, value_starts, capacities, lengths: int64 [R], in elements and tokens; lengths at least 1.
+        value_dim: Dv; D where None.
+        scaling: factor on q . k.
+        window: a query sees the last `window` tokens, its own included (transformers' sliding_window); None for all.
+        softcap: logits become softcap * tanh(logits / softcap), after scaling.
+        sinks: fp32 [H], one more logit a head that takes part in the softmax's sum alone.
+        pool: who computes; (row, key head) pairs are shared out by length.
+
+    Returns:
+        fp32 [R, H, Dv].
+    """
+    rows, heads, dim = q.shape
+    value_dim = dim if value_dim is None else value_dim
+    assert q.is_contiguous() and q.dtype == keys.dtype == values.dtype == torch.float32, "q, keys and values are fp32, q contiguous"
+    spans = [length if window is None else min(length, window) for length in lengths.tolist()]
+    assert min(spans, default=1) >= 1, "a row without a key"
+    group = heads // num_kv_heads
+    out = torch.empty(rows, heads, value_dim)
+    kernel, scratch_size = decode_kernel(), score_floats(group, max(spans, default=0))
+
+    def attend(first: int, end: int) -> None:
+        scores = _SCORES.floats(scratch_size)
+        kernel(
+            q.data_ptr(), keys.data_ptr(), values.data_ptr(), key_starts.data_ptr(), value_starts.data_ptr(), capacities.data_ptr(),
+            lengths.data_ptr(), out.data_ptr(), 0 if sinks is None else sinks.data_ptr(), scores.data_ptr(), first, end,
+            num_kv_heads, group, dim, value_dim, NO_WINDOW if window is None else window, scaling, softcap or 0.0,
+        )  # fmt: skip
+
+    pool.run([partial(attend, first, end) for first, end in share_pairs(spans, num_kv_heads, dim + value_dim, pool.threads)])
+    return out
+
+
+def share_pairs(spans: Sequence[int], num_kv_heads: int, floats: int, threads: int) -> list[tuple[int, int]]:
+    """Ranges of (row, key head) pairs of nearly equal work: about JOBS_PER_THREAD a thread, one where the work is too little to share.
+
+    spans: keys that each row reads. floats: numbers read for each key.
+    """
+    work = sum(spans) * num_kv_heads * floats
+    jobs = 1 if threads == 1 or work < 2 * JOB_FLOATS else min(max(threads, work // JOB_FLOATS), threads * JOBS_PER_THREAD)
+    edges, done, pair = [0], 0, 0
+    for span in spans:
+        for _ in range(num_kv_heads):
+            done, pair = done + span * floats * jobs, pair + 1
+            if done >= work * len(edges):
+                edges.append(pair)
+    return list(pairwise(edges))
 
 
 def reference_decode_attention(
@@ -79,13 +145,66 @@ def prefill_attention(
     sinks: torch.Tensor | None = None,
     pool: Pool,
 ) -> torch.Tensor:
-    """Causal attention within each segment (first, end) of a packed sequence; tokens outside any segment give zeros."""
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    for first, end in segments:
-        out[first:end] = reference_prefill_attention(
-            q[first:end], k[first:end], v[first:end], [(0, end - first)], scaling=scaling, window=window, softcap=softcap, sinks=sinks
-        )
+    """Causal attention within each segment of a packed sequence and nothing across; a row's bits depend on its own segment.
+
+    Memory beyond the result is a thread's scores of one block of queries; no mask is made.
+
+    Args:
+        q: fp32 [T, H, D]; k: fp32 [T, KV, D]; v: fp32 [T, KV, Dv]; each token's heads contiguous.
+        segments: (first, end) tokens of each sequence.
+        scaling, window, softcap, sinks: as in `decode_attention`.
+        pool: who computes; segments, heads and queries are shared out.
+
+    Returns:
+        fp32 [T, H, Dv]; tokens outside every segment are zeros.
+    """
+    heads, dim, kv_heads, value_dim = q.shape[1], q.shape[2], k.shape[1], v.shape[2]
+    q, k, v = (t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in (q, k, v))
+    assert q.dtype == k.dtype == v.dtype == torch.float32, "q, k and v are fp32"
+    out = torch.zeros(q.shape[0], heads, value_dim)
+    kernel = prefill_kernel()
+
+    def attend(job: PrefillJob) -> None:
+        keys = job.end_query if window is None else min(job.end_query, window + QUERY_BLOCK)
+        scores = _SCORES.floats(score_floats(QUERY_BLOCK, keys))
+        kernel(
+            *(t.data_ptr() + 4 * job.token * t.stride(0) for t in (q, k, v, out)), 0 if sinks is None else sinks.data_ptr(), scores.data_ptr(),
+            job.first_query, job.end_query, job.first_head, job.end_head, heads // kv_heads, dim, value_dim,
+            *(4 * t.stride(0) for t in (q, k, v, out)), NO_WINDOW if window is None else window, scaling, softcap or 0.0,
+        )  # fmt: skip
+
+    jobs = share_segments(segments, heads, dim + value_dim, window, pool.threads)
+    pool.run([partial(attend, job) for job in jobs])
     return out
+
+
+class PrefillJob(NamedTuple):
+    """Queries and heads of one segment, counted from its first token."""
+
+    token: int
+    first_query: int
+    end_query: int
+    first_head: int
+    end_head: int
+
+
+def share_segments(
+    segments: Sequence[tuple[int, int]], heads: int, floats: int, window: int | None, threads: int
+) -> list[PrefillJob]:
+    """Jobs of nearly equal work, the longest queries first; a segment is cut by heads, then by blocks of queries."""
+    sizes = [end - first for first, end in segments]
+    works = [heads * floats * size * min(size, window or size) // 2 for size in sizes]
+    least = max(JOB_PRODUCTS, sum(works) // (threads * JOBS_PER_THREAD) + 1)
+    jobs = []
+    for (token, _), size, work in zip(segments, sizes, works, strict=True):
+        pieces = 1 if threads == 1 else -(-work // least)
+        by_head = min(pieces, heads)
+        blocks = -(-size // QUERY_BLOCK)
+        by_query = min(-(-pieces // by_head), blocks) if by_head else 0
+        for i in reversed(range(by_query)):
+            queries = (blocks * i // by_query * QUERY_BLOCK, min(size, blocks * (i + 1) // by_query * QUERY_BLOCK))
+            jobs += [PrefillJob(token, *queries, heads * j // by_head, heads * (j + 1) // by_head) for j in range(by_head)]
+    return jobs
 
 
 def reference_prefill_attention(

@@ -92,6 +92,11 @@ class Code:
     def least(self, x: V, y: V) -> V:
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
+    def least_seen(self, place: V, window: V) -> V:
+        """The first key that the query at a place sees: max(0, place - window + 1)."""
+        first = self.b.add(self.b.sub(place, window), self.whole(1))
+        return self.b.select(self.b.icmp_signed(">", first, self.whole(0)), first, self.whole(0))
+
     def intrinsic(self, name: str, *values: V) -> V:
         kind = values[0].type
         full = f"{name}.v{kind.count}f32" if isinstance(kind, ir.VectorType) else f"{name}.f32"
@@ -168,6 +173,10 @@ class Code:
             return []
 
         self.loop(first, end, step, [], run)
+
+    def fill(self, address: V, count: V) -> None:
+        """Zero fp32 [count]."""
+        self.each(self.whole(0), count, 1, lambda i: self.store(self.real(0.0), self.row(address, i, self.whole(4))))
 
     @contextmanager
     def when(self, condition: V) -> Iterator[None]:

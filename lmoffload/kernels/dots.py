@@ -104,13 +104,16 @@ class Dots:
         def turn(index: V, sums: list[V]) -> list[V]:
             return self._turn(index, sums, places, kept_places)
 
-        def last(index: V, sums: list[V]) -> list[V]:
-            return self._last(index, sums, places, kept_places)
-
         turns = code.b.sdiv(k, code.whole(self.stride))
         sums = fold_all(code, code.loop(code.whole(0), turns, 1, [zero] * (self.rows * self.columns), turn))
+        self._add(sums, out)
         if self.plain:
-            sums = code.loop(code.b.mul(turns, code.whole(self.stride)), k, 1, sums, last)
+            start = code.b.mul(turns, code.whole(self.stride))
+            with code.when(code.b.icmp_signed("<", start, k)):
+                self._emit_last(start, k, places, kept_places, out)
+
+    def _add(self, sums: list[V], out: Rows) -> None:
+        code = self.code
         for j in range(self.columns):
             place, total = out.at(code, j), code.vector(sums[j * self.rows : (j + 1) * self.rows])
             code.store(code.b.fadd(code.load(F32, place, self.rows), total), place)
@@ -131,13 +134,18 @@ class Dots:
             sums = [code.fma(wide[n % self.rows][part], xs[n // self.rows], total) for n, total in enumerate(sums)]
         return sums
 
-    def _last(self, index: V, sums: list[V], places: list[V], kept: list[V]) -> list[V]:
+    def _emit_last(self, start: V, k: V, places: list[V], kept: list[V], out: Rows) -> None:
+        """The columns that fill no vector, one by one."""
         code, size = self.code, self.code.whole(FORMATS[self.format_name].block_bytes)
-        wide = [load_plain(code, self.format_name, code.row(address, index, size), None) for address in places[: self.rows]]
-        for value, address in zip(wide, kept, strict=False):
-            code.store(value, code.row(address, index, code.whole(4)))
-        xs = [code.load(F32, code.row(address, index, code.whole(4))) for address in places[self.rows :]]
-        return [code.fma(wide[n % self.rows], xs[n // self.rows], total) for n, total in enumerate(sums)]
+
+        def one(index: V, sums: list[V]) -> list[V]:
+            wide = [load_plain(code, self.format_name, code.row(address, index, size), None) for address in places[: self.rows]]
+            for value, address in zip(wide, kept, strict=False):
+                code.store(value, code.row(address, index, code.whole(4)))
+            xs = [code.load(F32, code.row(address, index, code.whole(4))) for address in places[self.rows :]]
+            return [code.fma(wide[n % self.rows], xs[n // self.rows], total) for n, total in enumerate(sums)]
+
+        self._add(code.loop(start, k, 1, [code.real(0.0)] * (self.rows * self.columns), one), out)
 
 
 def fold_all(code: Code, vectors: list[V]) -> list[V]:

@@ -109,7 +109,7 @@ def emit_product(module: ir.Module, machine: Machine, format_name: str) -> Code:
 
         code.each(zero, b.sdiv(b.add(rows, b.sub(size, code.whole(1))), size), 1, one_panel)
 
-    code.each(zero, m, 1, lambda j: code.each(zero, rows, 1, lambda i: code.store(code.real(0.0), place(j, i))))
+    code.each(zero, m, 1, lambda j: code.fill(place(j, zero), rows))
     few = b.icmp_signed("<=", m, code.whole(MOST_AT_ONCE))
     with code.when(few):
         panels(code.whole(FEW_ROWS), widened=False)
