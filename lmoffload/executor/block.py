@@ -50,7 +50,7 @@ class BlockRunner:
     ) -> Iterator[tuple[int, list[Row]]]:
         """Run one block; after every step, (step, rows that finished with it).
 
-        Inference mode is entered once, around all forwards, and no switch happens inside another context.
+        No gradient is recorded; the context is entered around each resumption, outside the greenlets, whose torch state is this thread's.
         """
         walk = _Walk(self, batches)
         began = time.perf_counter()
@@ -63,7 +63,7 @@ class BlockRunner:
                 if task.kind == "read_weights":
                     walk.read(task)
                     continue
-                with torch.inference_mode():
+                with torch.no_grad():
                     walk.compute(task)
                 batch = batches[task.micro_batch or 0]
                 if batch.logits is not None:
@@ -126,7 +126,7 @@ class _Walk:
             runner._runtime.kernel = runner._kernel(runner._plan.kernels.prefill if prefill else runner._plan.kernels.decode)
             runner._runtime.attend = batch.attend
             if unit.kind == "embed":
-                reached = batch.begin(runner._model, runner._weights.table_rows, prefill)
+                reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)
             else:
                 reached = batch.resume()
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -73,7 +73,7 @@ class Engine:
         self._decode = decode
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
-        units = units_of(self.shape, plan)
+        units = self.units = units_of(self.shape, plan)
         model = build_model(transformers_config(checkpoint))
         self.base_bytes = process.resident_bytes()
         self._pool = Pool(plan.threads.get("compute", 1))

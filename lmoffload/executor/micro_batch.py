@@ -170,7 +170,7 @@ class MicroBatch:
         cache.store_tokens(rows, positions, key[:count], value[:count])
         out = torch.zeros(query.shape[0], query.shape[1], value.shape[2])
         out[:count] = decode_attention(
-            query[:count],
+            query[:count].contiguous(),
             cache.keys,
             cache.values,
             torch.from_numpy(cache.key_starts[rows]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.plan import Plan
-from lmoffload_solver.schedule import PAGE_BYTES, Piece, Unit, aligned_bytes, num_slots, slot_bytes
+from lmoffload_solver.schedule import Piece, Unit, num_slots, slot_bytes
 
 
 class StoredSource(Source, Protocol):

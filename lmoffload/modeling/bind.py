@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
 from lmoffload.modeling.linear import BoundHead, BoundLinear
 from lmoffload.modeling.runtime import Runtime
@@ -64,6 +65,7 @@ def bind(
         bias = vectors.get(f"{owner}.bias") if module.bias is not None else None
         _replace(model, owner, BoundLinear(tensor.name, runtime, bias))
         fed |= {tensor.name, f"{owner}.bias"}
+    fed |= _bind_small_linears(model, runtime, vectors, exclude=head)
     head_bias = vectors.get(f"{names[head]}.bias") if getattr(head, "bias", None) is not None else None
     _replace(model, names[head], BoundHead(shape.vocab_size, runtime, head_bias))
     fed |= {shape.head.name, shape.embedding.name, f"{names[head]}.bias"}
@@ -92,6 +94,20 @@ def lookup(model: Any, rows: torch.Tensor) -> torch.Tensor:
     """
     model.get_input_embeddings().weight = nn.Parameter(rows, requires_grad=False)
     return torch.arange(rows.shape[0]).unsqueeze(0)
+
+
+def _bind_small_linears(model: nn.Module, runtime: Runtime, vectors: Mapping[str, torch.Tensor], exclude: nn.Module) -> set[str]:
+    """Linear layers whose weight is among the resident tensors (OPT's projections) run through the same row-invariant products."""
+    fed: set[str] = set()
+    small = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not exclude]
+    for name, module in small:
+        weight = vectors.get(f"{name}.weight")
+        if weight is None:
+            continue  # told as a parameter that nothing feeds
+        own = Matrix(weight.contiguous().view(torch.uint8).reshape(-1), "fp32", weight.shape[0], weight.shape[1])
+        _replace(model, name, BoundLinear(f"{name}.weight", runtime, vectors.get(f"{name}.bias") if module.bias is not None else None, own))
+        fed |= {f"{name}.weight", f"{name}.bias"}
+    return fed
 
 
 def _bind_layers(layers: nn.ModuleList, runtime: Runtime, layer_units: tuple[int, ...]) -> None:

@@ -6,21 +6,23 @@ import torch
 from torch import nn
 
 from lmoffload.kernels.linear import linear
+from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.runtime import Runtime
 
 
 class BoundLinear(nn.Module):
-    """A linear layer whose weight lies in a resident slab or in the current ring buffer."""
+    """A linear layer whose weight lies in a resident slab or in the current ring buffer, or is `own`: small and always there."""
 
-    def __init__(self, name: str, runtime: Runtime, bias: torch.Tensor | None) -> None:
+    def __init__(self, name: str, runtime: Runtime, bias: torch.Tensor | None, own: Matrix | None = None) -> None:
         super().__init__()
         self.name = name
         self.runtime = runtime
         self.bias = bias
+        self.own = own
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] fp32 -> [..., N] fp32."""
-        matrix = self.runtime.weights.matrix(self.name)
+        matrix = self.runtime.weights.matrix(self.name) if self.own is None else self.own
         rows = x.reshape(-1, x.shape[-1])
         out = linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool, self.bias)
         return out.view(*x.shape[:-1], matrix.n)

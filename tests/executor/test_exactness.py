@@ -1,0 +1,100 @@
+"""Offloaded runs give what transformers gives, token for token and bit for bit in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lmoffload.executor import Engine, Request
+from tests.executor.plans import make_plan
+from tests.executor.reference import greedy, load_reference, prompts
+from tests.models import FAMILIES
+
+NEW_TOKENS = 8
+
+
+def requests(texts: list[list[int]], new_tokens: int = NEW_TOKENS) -> list[Request]:
+    return [Request(str(i), tuple(text), new_tokens) for i, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers(tiny, family, dtype):
+    checkpoint = tiny(family, dtype=dtype)
+    texts = prompts(checkpoint.shape.vocab_size)
+    model = load_reference(checkpoint.path)
+    expected = [greedy(model, text, NEW_TOKENS) for text in texts]
+    resident = {t.name for t in checkpoint.shape.tensors if t.layer == 1}
+    for micro_batch in (1, 2, 3, 5):
+        plan = make_plan(checkpoint.shape, checkpoint.fingerprint, resident=resident, micro_batch=micro_batch)
+        with Engine(checkpoint, plan) as engine:
+            done = engine.generate(requests(texts))
+            assert engine.bytes_read > 0
+        assert [list(completion.token_ids) for completion in done] == expected
+        assert {completion.finish_reason for completion in done} == {"length"}
+
+
+def test_a_sharded_tied_fp16_checkpoint(tiny):
+    checkpoint = tiny("llama", dtype="fp16", tied=True, sharded=True)
+    texts = prompts(checkpoint.shape.vocab_size)
+    model = load_reference(checkpoint.path)
+    with Engine(checkpoint, make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set())) as engine:
+        done = engine.generate(requests(texts))
+    assert [list(completion.token_ids) for completion in done] == [greedy(model, text, NEW_TOKENS) for text in texts]
+
+
+def test_project_in_and_out_of_opt_350m(tiny):
+    checkpoint = tiny("opt", word_embed_proj_dim=32, do_layer_norm_before=False)
+    texts = prompts(checkpoint.shape.vocab_size)
+    model = load_reference(checkpoint.path)
+    with Engine(checkpoint, make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set())) as engine:
+        done = engine.generate(requests(texts))
+    assert [list(completion.token_ids) for completion in done] == [greedy(model, text, NEW_TOKENS) for text in texts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kernel", ["widen_tiles", "fused_dot"])
+def test_a_rows_logits_are_the_same_bits_in_any_batch(tiny, family, kernel):
+    checkpoint = tiny(family, dtype="bf16", num_layers=2)
+    texts = prompts(checkpoint.shape.vocab_size, (3, 1, 40, 7, 190, 12, 5))
+    alone = make_plan(checkpoint.shape, checkpoint.fingerprint, micro_batch=1, num_micro_batches=1, kernel=kernel)
+    with Engine(checkpoint, alone) as engine:
+        expected = [engine.first_logits([text])[0] for text in texts]
+    together = make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set(), micro_batch=4, threads=1, kernel=kernel)
+    with Engine(checkpoint, together) as engine:
+        for got, want in zip(engine.first_logits(texts), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_decoded_tokens_do_not_depend_on_the_batch(tiny):
+    """Sampling at a high temperature: a single differing bit would soon show."""
+    from lmoffload.executor import Sampling
+
+    checkpoint = tiny("llama")
+    texts = prompts(checkpoint.shape.vocab_size)
+    asked = [Request(f"r{i}", tuple(text), 20, Sampling(temperature=3.0, seed=7)) for i, text in enumerate(texts)]
+    outputs = []
+    for micro_batch, num_micro_batches, threads in ((1, 1, 1), (3, 2, 2), (8, 1, 2)):
+        plan = make_plan(
+            checkpoint.shape, checkpoint.fingerprint, micro_batch=micro_batch, num_micro_batches=num_micro_batches, threads=threads
+        )
+        with Engine(checkpoint, plan) as engine:
+            outputs.append([completion.token_ids for completion in engine.generate(asked)])
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(set(outputs[0])) == len(texts)
+
+
+def test_scores_of_offloaded_and_resident_runs_are_equal(tiny):
+    checkpoint = tiny("qwen3", dtype="bf16")
+    texts = prompts(checkpoint.shape.vocab_size, (30, 12, 5))
+    model = load_reference(checkpoint.path)
+    with torch.no_grad():
+        logits = model(torch.tensor([texts[0]])).logits[0, :-1]
+    expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(texts[0][1:])[:, None])[:, 0]
+    scores = []
+    for resident in (None, set()):
+        with Engine(checkpoint, make_plan(checkpoint.shape, checkpoint.fingerprint, resident=resident)) as engine:
+            scores.append(engine.score(texts))
+    for resident_score, offloaded in zip(*scores, strict=True):
+        assert torch.equal(resident_score, offloaded)
+    torch.testing.assert_close(scores[0][0], expected, rtol=1e-4, atol=1e-4)
