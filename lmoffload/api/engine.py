@@ -46,7 +46,7 @@ class Engine:
         self.text = text or Text(checkpoint)
         self._model_plan = model_plan
         self._engine = executor.Engine(
-            checkpoint, self.plan, machine=model_plan.machine, decode=self.text.decode, tokenizer_eos=self.text.end_token_id
+            checkpoint, self.plan, decode=self.text.decode, tokenizer_eos=self.text.end_token_id
         )
 
     def generate(

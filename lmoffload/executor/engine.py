@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -26,7 +26,9 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
+from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
 from lmoffload_solver.schedule import units_of
+from lmoffload_solver.value import Kind, Resource
 from lmoffload_solver.workload import Workload
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
 VECTOR_ELEMENTS = 64
 """Elements that torch's vectorised loops take at once (four AVX-512 registers); what is left over goes through scalar code whose
 transcendental functions may differ in the last bit. A step's tokens are padded so that nothing is left over."""
+
+TASK_RESOURCE: Mapping[Kind, Resource] = {"read_weights": "disk_read", "compute": "host_compute"}
+"""Each kind of task of a plan without accelerator has a resource of its own, so the plan's busy seconds are its prediction."""
 
 
 class Engine:
@@ -100,7 +105,7 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; completions in the order of the requests.
 
-        A request that cannot be run (an empty prompt, a meaningless setting) becomes a completion with `error`.
+        Prompts are taken longest first, as the plan assumes, so that the first block needs the most memory. A request that cannot be run (an empty prompt, a meaningless setting) becomes a completion with `error`.
 
         Args:
             on_done: called with each completion as soon as it is finished.
@@ -123,7 +128,8 @@ class Engine:
             except StatedError as error:
                 finish(index, Completion(request.id, (), len(request.token_ids), "error", str(error)))
         places = {id(row): index for index, row in rows}
-        blocks = self._split([row for _, row in rows])
+        longest_first = sorted((row for _, row in rows), key=lambda row: -len(row.tokens))
+        blocks = self._split(longest_first)
         began = time.perf_counter()
         for number, block in enumerate(blocks):
             num_steps = max(row.request.max_new_tokens for batch in block for row in batch.rows)
@@ -156,6 +162,32 @@ class Engine:
                 pass
             kept += [batch.kept_logits[0] for batch in block]
         return torch.cat(kept)
+
+    def report(self) -> RunReport:
+        """What has been run since the engine was opened, beside what was predicted."""
+        peak = process.peak_resident_bytes()
+        measured = self.meter.figures(peak, self.base_bytes)
+        predicted = self.plan.predicted
+        kinds = {kind: TASK_RESOURCE[kind] for kind in self.meter.counts}
+        return RunReport(
+            plan=self.plan,
+            predicted=predicted,
+            measured=measured,
+            error=relative_errors(predicted, measured),
+            machine=self.plan.machine,
+            resident_bytes={"host": self.weights.resident_bytes + self.weights.vector_bytes},
+            bytes_read=self.bytes_read,
+            prompts_computed=self.meter.prompts,
+            tasks={
+                kind: TaskFigures(
+                    count=self.meter.counts[kind], predicted_s=predicted.resources.get(resource), measured_s=self.meter.seconds[kind]
+                )
+                for kind, resource in kinds.items()
+            },
+            peak_rss_bytes=peak,
+            remarks=tuple(self.remarks),
+            versions={"torch": torch.__version__},
+        )
 
     def close(self) -> None:
         """End every thread; the engine cannot be used afterwards."""
@@ -200,8 +232,7 @@ class Engine:
     def _check_bytes(self) -> None:
         """Bytes in memory are the plan's, exactly: an option that was accepted but has no effect is a fault."""
         planned = sum(size for tier, size in self.plan.weights.bytes.items() if tier != "disk")
-        vectors = sum(_stored_bytes(self.shape, name) for name in self.weights.vectors)
-        got = self.weights.resident_bytes + vectors
+        got = self.weights.resident_bytes + self.weights.vector_bytes
         if got != planned:
             raise StatedError(f"The weights in memory take {got} bytes where the plan has {planned}: make a new plan.")
 
@@ -232,12 +263,3 @@ def workload_of(requests: Sequence[Request]) -> Workload:
 def _completion(row: Row) -> Completion:
     assert row.finish_reason is not None
     return Completion(row.request.id, tuple(row.generated), len(row.request.token_ids), row.finish_reason)
-
-
-def _stored_bytes(shape: ModelShape, name: str) -> int:
-    from lmoffload_solver.formats import stored_bytes
-
-    tensor = shape.by_name[name]
-    return stored_bytes(tensor.shape, tensor.format)
-
-

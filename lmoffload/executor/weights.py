@@ -55,6 +55,11 @@ class WeightStore:
         self.vectors = {t.name: self._widened(t) for t in self._shape.tensors if not t.is_matrix}
 
     @property
+    def vector_bytes(self) -> int:
+        """Stored bytes of the resident tensors that are no matrices; in memory they are fp32."""
+        return sum(stored_bytes(t.shape, t.format) for t in self._shape.tensors if not t.is_matrix)
+
+    @property
     def ring_bytes(self) -> int:
         return sum(slab.num_bytes for slab in self.ring)
 
