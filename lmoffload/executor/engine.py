@@ -24,7 +24,6 @@ from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
 from lmoffload_solver.schedule import units_of
@@ -105,7 +104,8 @@ class Engine:
     ) -> list[Completion]:
         """Complete every prompt; completions in the order of the requests.
 
-        Prompts are taken longest first, as the plan assumes, so that the first block needs the most memory. A request that cannot be run (an empty prompt, a meaningless setting) becomes a completion with `error`.
+        Prompts are taken longest first, as the plan assumes, so that the first block needs the most memory. A request that cannot be run
+        (an empty prompt, a meaningless setting) becomes a completion with `error`.
 
         Args:
             on_done: called with each completion as soon as it is finished.
