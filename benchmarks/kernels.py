@@ -1,6 +1,6 @@
 """What the kernels reach on this machine: GFLOP/s and GB/s of stored weights for each kernel and M; weights rotated beyond the cache.
 
-    python benchmarks/kernels.py [--threads 2] [--n 5632] [--k 2048] [--memory-mib 1024] [--formats bf16 q8_0 ...]
+python benchmarks/kernels.py [--threads 2] [--n 5632] [--k 2048] [--memory-mib 1024] [--formats bf16 q8_0 ...]
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see docs/kernels.md
 
@@ -25,21 +26,27 @@ from lmoffload_solver.formats import FORMATS, stored_bytes
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
+CONTEXTS = ((1, 32, 4, 64, 4096), (16, 32, 4, 64, 1024), (8, 32, 8, 128, 2048), (32, 9, 3, 64, 256))
+"""Rows, heads, key heads, head size and keys of decode attention."""
+
+PROMPTS = ((16, 64, None, None), (4, 512, None, None), (1, 2048, None, None), (1, 2048, 512, None), (1, 2048, None, 50.0))
+"""Segments, tokens of each, window and softcap of prefill attention."""
+
 
 def best_seconds(calls: Iterable[Callable[[], object]], least_s: float = 0.25) -> float:
-    """The lower quartile of the calls' times: others may use the machine. Calls are repeated in turn for `least_s`."""
-    calls, times = list(calls), []
+    """The lowest decile of the calls' times: others may use the machine. Calls are repeated in turn for `least_s`."""
+    calls, times = list(calls), list[float]()
     begin = time.perf_counter()
     while time.perf_counter() - begin < least_s or len(times) < 5:
         call = calls[len(times) % len(calls)]
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 4]
+    return sorted(times)[len(times) // 10]
 
 
 def linear_table(options: argparse.Namespace, pool: Pool) -> Table:
-    table = Table("format", "kernel", *(f"M={rows}" for rows in ROWS), title=f"GFLOP/s (GB/s of stored weights), [{options.n}, {options.k}]")
+    table = Table("format", "kernel", *(f"M={rows}" for rows in ROWS), title=f"GFLOP/s (GB/s stored), [{options.n}, {options.k}]")
     for format_name in options.formats:
         size = stored_bytes((options.n, options.k), format_name)
         count = max(2, (options.memory_mib << 20) // size)
@@ -49,7 +56,7 @@ def linear_table(options: argparse.Namespace, pool: Pool) -> Table:
             cells = []
             for rows in ROWS:
                 x = torch.randn(rows, options.k)
-                seconds = best_seconds([lambda m=m, x=x, kernel=kernel: linear(x, m, kernel, pool) for m in matrices])
+                seconds = best_seconds([partial(linear, x, matrix, kernel, pool) for matrix in matrices])
                 cells.append(f"{2e-9 * rows * options.n * options.k / seconds:.0f} ({1e-9 * size / seconds:.1f})")
             table.add_row(format_name, kernel, *cells)
     return table
@@ -57,27 +64,21 @@ def linear_table(options: argparse.Namespace, pool: Pool) -> Table:
 
 def attention_table(pool: Pool) -> Table:
     table = Table("attention", "shape", "rate", title="Attention, fp32")
-    for rows, heads, kv_heads, dim, length in ((1, 32, 4, 64, 4096), (16, 32, 4, 64, 1024), (8, 32, 8, 128, 2048), (32, 9, 3, 64, 256)):
+    for rows, heads, kv_heads, dim, length in CONTEXTS:
         layers = max(2, (256 << 20) // (8 * rows * kv_heads * length * dim))
         size = kv_heads * length * dim
         starts, full = torch.arange(rows) * size, torch.full((rows,), length)
         keys, values = (torch.randn(layers, rows * size) for _ in range(2))
         q = torch.randn(rows, heads, dim)
-        seconds = best_seconds([
-            lambda i=i, q=q, keys=keys, values=values, starts=starts, full=full, kv_heads=kv_heads, dim=dim: decode_attention(
-                q, keys[i], values[i], starts, starts, full, full, num_kv_heads=kv_heads, scaling=dim**-0.5, pool=pool
-            )
-            for i in range(layers)
-        ])  # fmt: skip
-        table.add_row("decode", f"{rows} rows, {heads}/{kv_heads} heads of {dim}, {length} keys", f"{8e-9 * rows * size / seconds:.1f} GB/s")
-    for count, length, window, softcap in ((16, 64, None, None), (4, 512, None, None), (1, 2048, None, None), (1, 2048, 512, None), (1, 2048, None, 50.0)):
+        options = {"num_kv_heads": kv_heads, "scaling": dim**-0.5, "pool": pool}
+        calls = [partial(decode_attention, q, keys[i], values[i], starts, starts, full, full, **options) for i in range(layers)]
+        seconds = best_seconds(calls)
+        what = f"{rows} rows, {heads}/{kv_heads} heads of {dim}, {length} keys"
+        table.add_row("decode", what, f"{8e-9 * rows * size / seconds:.1f} GB/s")
+    for count, length, window, softcap in PROMPTS:
         q, k, v = torch.randn(count * length, 32, 64), torch.randn(count * length, 4, 64), torch.randn(count * length, 4, 64)
         segments = [(i * length, (i + 1) * length) for i in range(count)]
-        seconds = best_seconds([
-            lambda q=q, k=k, v=v, segments=segments, window=window, softcap=softcap: prefill_attention(
-                q, k, v, segments, scaling=0.125, window=window, softcap=softcap, pool=pool
-            )
-        ])  # fmt: skip
+        seconds = best_seconds([partial(prefill_attention, q, k, v, segments, scaling=0.125, window=window, softcap=softcap, pool=pool)])
         pairs = sum(min(i + 1, window or length) for i in range(length))
         what = f"{count} x {length} tokens, 32/4 heads of 64" + (f", window {window}" if window else "") + (", softcap" if softcap else "")
         table.add_row("prefill", what, f"{4e-9 * count * 32 * 64 * pairs / seconds:.0f} GFLOP/s")

@@ -167,8 +167,9 @@ def prefill_attention(
     def attend(job: PrefillJob) -> None:
         keys = job.end_query if window is None else min(job.end_query, window + QUERY_BLOCK)
         scores = _SCORES.floats(score_floats(QUERY_BLOCK, keys))
+        sink_address = 0 if sinks is None else sinks.data_ptr()
         kernel(
-            *(t.data_ptr() + 4 * job.token * t.stride(0) for t in (q, k, v, out)), 0 if sinks is None else sinks.data_ptr(), scores.data_ptr(),
+            *(t.data_ptr() + 4 * job.token * t.stride(0) for t in (q, k, v, out)), sink_address, scores.data_ptr(),
             job.first_query, job.end_query, job.first_head, job.end_head, heads // kv_heads, dim, value_dim,
             *(4 * t.stride(0) for t in (q, k, v, out)), NO_WINDOW if window is None else window, scaling, softcap or 0.0,
         )  # fmt: skip
@@ -188,9 +189,7 @@ class PrefillJob(NamedTuple):
     end_head: int
 
 
-def share_segments(
-    segments: Sequence[tuple[int, int]], heads: int, floats: int, window: int | None, threads: int
-) -> list[PrefillJob]:
+def share_segments(segments: Sequence[tuple[int, int]], heads: int, floats: int, window: int | None, threads: int) -> list[PrefillJob]:
     """Jobs of nearly equal work, the longest queries first; a segment is cut by heads, then by blocks of queries."""
     sizes = [end - first for first, end in segments]
     works = [heads * floats * size * min(size, window or size) // 2 for size in sizes]

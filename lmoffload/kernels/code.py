@@ -1,7 +1,7 @@
 """Compiled functions without a compiler: LLVM through llvmlite, which numba brings along.
 
-A kernel is written as a Python function that emits the instructions of one small function, on generic vectors: LLVM chooses the machine's own
-instructions (AVX-512, AVX2, NEON, ...). Compiling takes about a tenth of a second; calls go through ctypes and release the GIL.
+A kernel is written as a Python function that emits the instructions of one small function, on generic vectors: LLVM chooses the machine's
+own (AVX-512, AVX2, NEON, ...). Compiling takes some tenths of a second; calls go through ctypes, which releases the GIL.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Code:
         return self.lane(vector, 0)
 
     def fold_sums(self, vectors: Sequence[V]) -> list[V]:
-        """The lane sums of a power of two of vectors as one vector of as many lanes: bit for bit those of `fold`, at a third of its cost."""
+        """The lane sums of a power of two of vectors as one vector: bit for bit those of `fold`, at a third of its cost."""
         vectors, share = list(vectors), vectors[0].type.count
         while share > 1:
             share //= 2
@@ -200,7 +200,11 @@ class Compiled:
             llvm.initialize_native_asmprinter()
             target = llvm.Target.from_default_triple()
             machine = target.create_target_machine(
-                cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, reloc="default", codemodel="jitdefault"
+                cpu=llvm.get_host_cpu_name(),
+                features=llvm.get_host_cpu_features().flatten(),
+                opt=3,
+                reloc="default",
+                codemodel="jitdefault",
             )
             parsed = llvm.parse_assembly(str(module))
             parsed.verify()

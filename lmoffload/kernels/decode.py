@@ -19,8 +19,9 @@ PARAMETERS = (
     ("lengths", ADDRESS), ("out", ADDRESS), ("sinks", ADDRESS), ("scores", ADDRESS), ("first_pair", I64), ("end_pair", I64),
     ("kv_heads", I64), ("group", I64), ("dim", I64), ("value_dim", I64), ("window", I64), ("scaling", F32), ("softcap", F32),
 )  # fmt: skip
-"""Of the compiled function. Pairs are row * kv_heads + key head. window: larger than any length for none; softcap: 0 for none; sinks: 0 for none.
+"""Of the compiled function. Pairs are row * kv_heads + key head. window: larger than any length for none; softcap, sinks: 0 for none.
 scores: fp32 [`score_floats(group, longest span)`]."""
+
 
 @cache
 def decode_kernel() -> Callable[..., None]:

@@ -1,7 +1,7 @@
 """Emit dot products of weight rows with activation rows.
 
-The lanes of a vector run along the columns: one accumulator for each pair of a weight row and an activation row, folded at the end of a block
-of columns, blocks added in order. Every pair takes the same steps whatever it is computed beside, so its bits depend on it alone.
+The lanes of a vector run along the columns: one accumulator for each pair of a weight row and an activation row, folded at the end of a
+block of columns, blocks added in order. Every pair takes the same steps whatever it is computed beside: its bits depend on it alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows:
 
 
 def rows_at_once(format_name: str, columns: int, width: int) -> int:
-    """Weight rows of a micro-kernel: the most whose accumulators and widened vectors leave two registers free (of 32 with AVX-512, else 16)."""
+    """Weight rows of a micro-kernel: the most whose sums and widened vectors leave two registers free (of 32 with AVX-512, else 16)."""
     vectors = 1 if FORMATS[format_name].block_elements == 1 else STEP // width
     registers = 32 if width == 16 else 16
     return next((rows for rows in (8, 4, 2) if rows * (columns + vectors) + 2 <= registers), 1)

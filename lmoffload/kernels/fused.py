@@ -18,12 +18,16 @@ class FusedDot:
 
     name = "fused_dot"
     formats = frozenset(FORMATS)
+    least_rows = 1
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
     def prepare(self, matrix: Matrix) -> None:
         format_kernels(matrix.format)
+
+    def unit(self, n: int, k: int) -> int:
+        return PANEL_ROWS
 
     def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
         scratch = self._scratch.floats(PANEL_ROWS * SCRATCH_ROW_BYTES // 4)

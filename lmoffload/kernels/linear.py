@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
-from lmoffload.kernels.fused import PANEL_ROWS, FusedDot
+from lmoffload.kernels.fused import FusedDot
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload.kernels.pool import Pool
-from lmoffload.kernels.tiles import LEAST_ROWS, TileProduct, blas_is_steady, rows_of_tile
+from lmoffload.kernels.tiles import TileProduct, steady_shape
 from lmoffload_solver.formats import FORMATS, stored_bytes
 
-JOB_WORK = 2 << 20
-"""Weights times activation rows (at least 8 of them) that are worth a job of their own: about 50 microseconds."""
+JOB_PRODUCTS = 1 << 20
+"""Products worth a job of their own: 20 to 100 microseconds, where waking a worker takes about 10."""
 
 JOBS_PER_THREAD = 4
-"""Jobs a thread in large products, so that a thread that lost its core for a while does not hold up the others."""
+"""Jobs for each thread in large products, so that a thread that lost its core for a while does not hold up the others."""
 
 
 class LinearKernel(Protocol):
@@ -27,14 +28,19 @@ class LinearKernel(Protocol):
 
     name: str
     formats: frozenset[str]
+    least_rows: int
+    """Activation rows below which the bits would change: fewer are padded with zeros."""
 
     def prepare(self, matrix: Matrix) -> None:
         """Compile what matrices of this format need; called before the jobs."""
 
+    def unit(self, n: int, k: int) -> int:
+        """Weight rows that a job takes as a whole."""
+
     def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
         """out[:, first_row:end_row] = x @ widened(matrix)[first_row:end_row].T, GIL released.
 
-        x: fp32 [M, K] contiguous, M >= 4. out: fp32 [M, N] contiguous, columns in stored row order.
+        x: fp32 [M, K] contiguous, M >= least_rows. out: fp32 [M, N] contiguous, columns in stored row order.
         """
 
 
@@ -69,11 +75,11 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     """
     assert x.dtype == torch.float32 and x.is_contiguous() and x.dim() == 2 and x.shape[1] == matrix.k, "x is not fp32 [M, K] contiguous"
     assert matrix.format in KERNELS[kernel].formats, f"kernel {kernel} does not take {matrix.format}"
-    ranges = row_ranges(matrix.n, matrix.k, x.shape[0], pool.threads)
-    chosen = steady_kernel(kernel, matrix.k, ranges)
+    chosen = steady_kernel(kernel, matrix.n, matrix.k)
     chosen.prepare(matrix)
     rows = x.shape[0]
-    padded = x if rows >= LEAST_ROWS else torch.cat((x, x.new_zeros(LEAST_ROWS - rows, matrix.k)))
+    ranges = row_ranges(matrix.n, chosen.unit(matrix.n, matrix.k), matrix.k * rows, pool.threads)
+    padded = x if rows >= chosen.least_rows else torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
     out = torch.empty(padded.shape[0], matrix.n)
     pool.run([partial(chosen.product, padded, matrix, first, end, out) for first, end in ranges])
     out = out[:rows]
@@ -82,23 +88,20 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     return out if bias is None else out.add_(bias)
 
 
-def row_ranges(n: int, k: int, rows: int, threads: int) -> list[tuple[int, int]]:
-    """The weight rows of each job: whole panels, one job where the work is too little to share."""
-    worth = n * k * max(rows, 8) // JOB_WORK
-    jobs = 1 if worth < 2 or threads == 1 else min(worth // threads, JOBS_PER_THREAD) * threads or threads
-    size = -(-n // jobs // PANEL_ROWS) * PANEL_ROWS
-    return [(first, min(first + size, n)) for first in range(0, n, size)]
+def row_ranges(n: int, unit: int, work: int, threads: int) -> list[tuple[int, int]]:
+    """The weight rows of each job: whole units, one job where the work is too little to share. work: products for each weight row."""
+    units = -(-n // unit)
+    worth = n * work // JOB_PRODUCTS
+    jobs = 1 if worth < 2 or threads == 1 else min(units, max(worth, threads), JOBS_PER_THREAD * threads)
+    edges = [min(units * i // jobs * unit, n) for i in range(jobs + 1)]
+    return list(pairwise(edges))
 
 
-def steady_kernel(kernel: str, k: int, ranges: list[tuple[int, int]]) -> LinearKernel:
+def steady_kernel(kernel: str, n: int, k: int) -> LinearKernel:
     """The kernel named, or `fused_dot` where BLAS would let a row's bits depend on its company."""
     chosen = KERNELS[kernel]
-    if isinstance(chosen, TileProduct):
-        tile = rows_of_tile(k)
-        heights = {height for first, end in ranges for height in (min(tile, end - first), (end - first) % tile) if height}
-        if not all(blas_is_steady(height, k) for height in heights):
-            return KERNELS[FusedDot.name]
-    return chosen
+    steady = not isinstance(chosen, TileProduct) or steady_shape(n, k)
+    return chosen if steady else KERNELS[FusedDot.name]
 
 
 def reference_linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -108,17 +111,18 @@ def reference_linear(x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None 
 
 
 def verify_row_invariance(kernel: str, format_name: str, n: int, k: int) -> bool:
-    """Whether a row's bits are independent of M and of its place for this kernel and shape on this machine; a few milliseconds.
+    """Whether a row's bits are independent of M and of its place for this kernel and shape on this machine; about 10 ms.
 
-    At most a tile's rows of the matrix are tried: further tiles repeat the same call.
+    The tiles' shapes are tried by `steady_kernel`; the rest on at most 64 rows of weights, since more would repeat the same calls.
     """
-    n = min(n, rows_of_tile(k))
+    chosen, n = steady_kernel(kernel, n, k).name, min(n, 64)
     generator = torch.Generator().manual_seed(0)
-    data = torch.randint(48, 64, (stored_bytes((n, k), format_name),), generator=generator, dtype=torch.uint8)  # normal numbers in each
+    size = stored_bytes((n, k), format_name)
+    data = torch.randint(48, 64, (size,), generator=generator, dtype=torch.uint8)  # normal numbers in every format
     matrix, x = Matrix(data, format_name, n, k), torch.randn(130, k, generator=generator)
     with Pool(1) as pool:
-        whole = linear(x, matrix, kernel, pool)
+        whole = linear(x, matrix, chosen, pool)
         return all(
-            torch.equal(linear(x[start : start + rows], matrix, kernel, pool), whole[start : start + rows])
+            torch.equal(linear(x[start : start + rows], matrix, chosen, pool), whole[start : start + rows])
             for rows, start in ((1, 0), (1, 129), (2, 64), (3, 5), (5, 31), (17, 2), (64, 60), (129, 1))
         )

@@ -5,12 +5,26 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
 
-Job = Callable[[], None]
+Job = Callable[[], object]
+
+
+@contextmanager
+def serial_torch() -> Iterator[None]:
+    """torch's operators of this thread on one thread; as before afterwards."""
+    threads = torch.get_num_threads()
+    if threads != 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads != 1:
+            torch.set_num_threads(threads)
 
 
 class Pool:
@@ -43,15 +57,11 @@ class Pool:
         with self._running:
             assert not self._closed, "the pool is closed"
             self._owner = threading.get_ident()
-            torch_threads = torch.get_num_threads()
-            if torch_threads != 1:
-                torch.set_num_threads(1)
             try:
-                self._run(jobs)
+                with serial_torch():
+                    self._run(jobs)
             finally:
                 self._owner = None
-                if torch_threads != 1:
-                    torch.set_num_threads(torch_threads)
 
     def _run(self, jobs: Sequence[Job]) -> None:
         batch = _Batch(jobs)

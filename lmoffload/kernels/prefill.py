@@ -14,8 +14,8 @@ from lmoffload.kernels.softmax import emit_mix, emit_score_row, emit_softmax
 QUERY_BLOCK = 24
 """Queries whose scores are held at once: a whole number of the micro-kernels' groups."""
 
-KEY_BLOCK = 128
-"""Keys that a block of queries meets before the next are touched: 32 KiB at a head size of 64."""
+KEY_BLOCK = 256
+"""Keys that a block of queries meets before the next are touched: 64 KiB at a head size of 64."""
 
 PARAMETERS = (
     ("q", ADDRESS), ("k", ADDRESS), ("v", ADDRESS), ("out", ADDRESS), ("sinks", ADDRESS), ("scores", ADDRESS), ("first_query", I64),

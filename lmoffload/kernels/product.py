@@ -80,7 +80,7 @@ def emit_product(module: ir.Module, machine: Machine, format_name: str) -> Code:
     """
     sweep = emit_sweep(module, machine, format_name)
     plain = format_name == "fp32"
-    keep, wide = (None, sweep) if plain else (emit_sweep(module, machine, format_name, keep=True), emit_sweep(module, machine, "fp32"))
+    keep, wide = (sweep, sweep) if plain else (emit_sweep(module, machine, format_name, keep=True), emit_sweep(module, machine, "fp32"))
     code = Code(module, machine, f"product_{format_name}", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64])
     weight, weight_row, rows, x, x_row, m, out, out_row, k, scratch, panel = code.arguments
     b, zero = code.b, code.whole(0)

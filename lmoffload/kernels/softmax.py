@@ -14,7 +14,7 @@ GROUP_SIZES = (4, 2, 1)
 """Rows of weights that meet a value vector while it is in a register."""
 
 SCORE_LANES = 16
-"""Rows of scores are padded to an odd number of these: whole vectors, and no two rows a power of two apart, where loads would wait for stores."""
+"""Rows of scores are padded to an odd number of these: whole vectors, and rows no power of two apart, where loads would wait for stores."""
 
 
 def score_floats(rows: int, keys: int) -> int:
@@ -79,7 +79,7 @@ def emit_softmax(module: ir.Module, machine: Machine) -> Code:
 
 
 def emit_mix(module: ir.Module, machine: Machine) -> Code:
-    """Emit mix(weights, weight_row, group, values, value_row, count, out, out_row, dim): out[g] += sum over t of weights[g, t] * values[t]."""
+    """Emit mix(weights, weight_row, group, values, value_row, count, out, out_row, dim): out[g] += sum of weights[g, t] * values[t] over t."""
     code = Code(module, machine, "mix", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64], internal=True)
     weights, weight_row, group, values, value_row, count, out, out_row, dim = code.arguments
     b, four = code.b, code.whole(4)

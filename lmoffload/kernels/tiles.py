@@ -7,11 +7,13 @@ from functools import cache
 import torch
 
 from lmoffload.kernels.matrix import Matrix
-from lmoffload.kernels.pool import Scratch
+from lmoffload.kernels.pool import Scratch, serial_torch
 from lmoffload.kernels.product import format_kernels
 
 TILE_BYTES = 4 << 20
 """fp32 bytes of a tile: 512 rows of 2,048 columns, the measured optimum on two machines."""
+
+LEAST_TILES = 8
 
 LEAST_ROWS = 4
 MOST_ROWS = 128
@@ -24,6 +26,8 @@ class TileProduct:
     BLAS is called as out[n, m] = tile @ x.T: in this layout MKL gives a column the same bits for every m from 4 to 191.
     """
 
+    least_rows = LEAST_ROWS
+
     def __init__(self, name: str, formats: frozenset[str]) -> None:
         self.name = name
         self.formats = formats
@@ -32,8 +36,11 @@ class TileProduct:
     def prepare(self, matrix: Matrix) -> None:
         format_kernels(matrix.format)
 
+    def unit(self, n: int, k: int) -> int:
+        return rows_of_tile(n, k)
+
     def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        tile_rows = rows_of_tile(matrix.k)
+        tile_rows = rows_of_tile(matrix.n, matrix.k)
         for first in range(first_row, end_row, tile_rows):
             end = min(first + tile_rows, end_row)
             tile = self._widened(matrix, first, end)
@@ -54,19 +61,34 @@ class TileProduct:
         return tile.view(end - first, matrix.k)
 
 
-def rows_of_tile(k: int) -> int:
-    """Weight rows of a tile of k columns."""
-    return max(16, TILE_BYTES // (4 * k) // 16 * 16)
+def rows_of_tile(n: int, k: int) -> int:
+    """Weight rows of a tile of a matrix [n, k]; at least LEAST_TILES tiles, so that several threads find work.
+
+    It depends on the matrix alone: BLAS may sum otherwise for a tile of another height.
+    """
+    by_size = TILE_BYTES // (4 * k) // 16 * 16
+    by_number = -(-n // LEAST_TILES // 16) * 16
+    return max(16, min(by_size, by_number))
+
+
+def steady_shape(n: int, k: int) -> bool:
+    """Whether BLAS is steady for every tile of a matrix [n, k]."""
+    tile = rows_of_tile(n, k)
+    return all(blas_is_steady(height, k) for height in (min(n, tile), n % tile) if height)
 
 
 @cache
 def blas_is_steady(n: int, k: int) -> bool:
-    """Whether BLAS gives a column of tile [n, k] @ x.T the same bits for every number of activation rows that is used; a few ms."""
+    """Whether BLAS gives a column of tile [n, k] @ x.T the same bits for every number of activation rows that is used.
+
+    Tried on random numbers for a choice of row counts and places; about 10 ms for a full tile, once a shape.
+    """
     generator = torch.Generator().manual_seed(n * k)
     tile, x = torch.randn(n, k, generator=generator), torch.randn(MOST_ROWS + 1, k, generator=generator)
-    whole = torch.mm(tile, x[:MOST_ROWS].T)
-    for rows in (4, 5, 6, 7, 8, 9, 12, 15, 16, 17, 24, 31, 33, 48, 63, 64, 65, 96, 127):
-        start = (rows * 37) % (MOST_ROWS - rows)
-        if not torch.equal(torch.mm(tile, x[start : start + rows].T), whole[:, start : start + rows]):
-            return False
+    with serial_torch():
+        whole = torch.mm(tile, x[:MOST_ROWS].T)
+        for rows in (4, 5, 6, 7, 8, 12, 16, 17, 24, 33, 48, 65, 96, 127):
+            start = (rows * 37) % (MOST_ROWS - rows)
+            if not torch.equal(torch.mm(tile, x[start : start + rows].T), whole[:, start : start + rows]):
+                return False
     return True
