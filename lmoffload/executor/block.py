@@ -124,7 +124,7 @@ class _Walk:
                 self._bound = (task.step, task.unit)
             prefill = task.step == 0
             runner._runtime.kernel = runner._kernel(runner._plan.kernels.prefill if prefill else runner._plan.kernels.decode)
-            runner._runtime.attend = batch.attend
+            runner._runtime.batch = batch
             if unit.kind == "embed":
                 reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)
             else:

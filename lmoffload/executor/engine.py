@@ -22,6 +22,7 @@ from lmoffload.kernels.linear import KERNELS, kernels_for, verify_row_invariance
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
+from lmoffload.modeling.rotary import switches_at
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
@@ -78,7 +79,9 @@ class Engine:
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
         units = self.units = units_of(self.shape, plan)
-        model = build_model(transformers_config(checkpoint))
+        config = transformers_config(checkpoint)
+        self._switches_at = switches_at(config)
+        model = build_model(config)
         self.base_bytes = process.resident_bytes()
         self._pool = Pool(plan.threads.get("compute", 1))
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
@@ -124,6 +127,7 @@ class Engine:
         rows: list[tuple[int, Row]] = []
         for index, request in enumerate(requests):
             try:
+                self._check_positions(request)
                 rows.append((index, make_row(request, self._generation, self.shape.vocab_size)))
             except StatedError as error:
                 finish(index, Completion(request.id, (), len(request.token_ids), "error", str(error)))
@@ -223,6 +227,14 @@ class Engine:
                 f"make a plan for prompts and completions of up to {longest} tokens."
             )
         return blocks
+
+    def _check_positions(self, request: Request) -> None:
+        length, total = len(request.token_ids), len(request.token_ids) + request.max_new_tokens
+        if self._switches_at is not None and length <= self._switches_at < total:
+            raise StatedError(
+                f"This model changes its rotary embedding at {self._switches_at} tokens, and the prompt of {length} would grow to {total}: "
+                f"ask for at most {self._switches_at - length} new tokens."
+            )
 
     def _token_multiple(self) -> int:
         sizes = [self.shape.hidden_size, self.shape.intermediate_size]

@@ -95,6 +95,12 @@ class MicroBatch:
         self.cache = None
 
     @property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Tokens [begin, end) of each active row in the current step."""
+        assert self._packed is not None
+        return self._packed.segments
+
+    @property
     def done(self) -> bool:
         return not any(row.active for row in self.rows)
 
@@ -154,7 +160,7 @@ class MicroBatch:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention of this micro-batch at a layer; see `modeling.runtime.Attend`."""
+        """Attention of this micro-batch at a layer; see `modeling.runtime.Batch`."""
         packed = self._packed
         assert packed is not None and self.cache is not None
         cache = self.cache.layers[layer]

@@ -29,10 +29,10 @@ def packed_attention(
     one after another. Returns [1, T, heads, value_dim]. The sliding window is that of the layer's `LayerShape`, known to the cache.
     """
     runtime = getattr(module, RUNTIME_ATTRIBUTE)
-    attend = runtime.attend
-    assert attend is not None and attention_mask is None
+    batch = runtime.batch
+    assert batch is not None and attention_mask is None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = attend(
+    out = batch.attend(
         module.layer_idx,
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

@@ -11,6 +11,7 @@ from torch import nn
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
 from lmoffload.modeling.linear import BoundHead, BoundLinear
+from lmoffload.modeling.rotary import bind_rotary
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
@@ -84,6 +85,7 @@ def bind(
     unused = [name for name in vectors if name not in fed]
     if unused:
         raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
+    bind_rotary(model, runtime)
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
 
 

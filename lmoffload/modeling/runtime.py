@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import greenlet
@@ -24,10 +24,14 @@ class Weights(Protocol):
         """(matrix, first_row, end_row) of the output head that this unit computes."""
 
 
-class Attend(Protocol):
-    """Attention of the current micro-batch at one layer: stores the new keys and values, then attends."""
+class Batch(Protocol):
+    """The micro-batch that computes now."""
 
-    def __call__(
+    @property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """Tokens [begin, end) of each row among the packed ones; what follows the last is padding."""
+
+    def attend(
         self,
         layer: int,
         query: torch.Tensor,
@@ -38,7 +42,10 @@ class Attend(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] -> [T, heads, value_dim]."""
+        """Attention at one layer: stores the new keys and values, then attends.
+
+        query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] -> [T, heads, value_dim].
+        """
 
 
 class Runtime:
@@ -50,8 +57,8 @@ class Runtime:
         self.head_units = head_units
         self.kernel: Callable[[str], str] = _no_kernel
         """Linear kernel of the current phase for a stored format."""
-        self.attend: Attend | None = None
-        """Attention of the micro-batch that computes now."""
+        self.batch: Batch | None = None
+        """The micro-batch that computes now."""
 
     @staticmethod
     def reach(unit: int) -> None:

@@ -98,3 +98,58 @@ def test_scores_of_offloaded_and_resident_runs_are_equal(tiny):
     for resident_score, offloaded in zip(*scores, strict=True):
         assert torch.equal(resident_score, offloaded)
     torch.testing.assert_close(scores[0][0], expected, rtol=1e-4, atol=1e-4)
+
+
+ROPES = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_scaled_rotary_embeddings_beyond_the_original_length(tiny, rope):
+    options = {"rope_parameters": {"rope_theta": 10000.0, **rope}, "max_position_embeddings": 32}
+    checkpoint = tiny("llama", **{key: _frozen(value) for key, value in options.items()})
+    texts = prompts(checkpoint.shape.vocab_size, (3, 60, 31, 45))
+    model = load_reference(checkpoint.path)
+    with Engine(checkpoint, make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set(), micro_batch=3)) as engine:
+        done = engine.generate(requests(texts))
+    assert [list(completion.token_ids) for completion in done] == [greedy(model, text, NEW_TOKENS) for text in texts]
+
+
+def test_a_prompt_that_would_cross_longropes_switch_is_refused(tiny):
+    half = 8
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * half,
+        "long_factor": [4.0] * half,
+        "original_max_position_embeddings": 32,
+    }
+    checkpoint = tiny("phi3", rope_parameters=_frozen(rope), max_position_embeddings=128, original_max_position_embeddings=32)
+    texts = prompts(checkpoint.shape.vocab_size, (3, 60, 30))
+    model = load_reference(checkpoint.path)
+    with Engine(checkpoint, make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set(), micro_batch=3)) as engine:
+        done = engine.generate(requests(texts))
+    for completion, text in zip(done[:2], texts, strict=False):
+        assert list(completion.token_ids) == greedy(model, text, NEW_TOKENS)
+    assert "at most 2 new tokens" in (done[2].error or "")
+
+
+class _Frozen(dict):
+    """A dict that can be a key of the fixture's cache."""
+
+    def __hash__(self):
+        return hash(str(self))
+
+
+def _frozen(value):
+    return _Frozen(value) if isinstance(value, dict) else value
