@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from llvmlite import ir
 from torch.nn import functional
 
-from lmoffload.kernels.decode import decode_kernel
+from lmoffload.kernels.code import Compiled, host_machine
+from lmoffload.kernels.decode import emit_decode
 from lmoffload.kernels.pool import Pool, Scratch
-from lmoffload.kernels.prefill import QUERY_BLOCK, prefill_kernel
-from lmoffload.kernels.softmax import score_floats
+from lmoffload.kernels.prefill import QUERY_BLOCK, emit_prefill
+from lmoffload.kernels.softmax import emit_parts, score_floats
 
 NO_WINDOW = 2**62
 
@@ -26,6 +29,24 @@ JOB_PRODUCTS = 1 << 21
 JOBS_PER_THREAD = 4
 
 _SCORES = Scratch()
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """The compiled functions; their parameters are `decode.PARAMETERS` and `prefill.PARAMETERS`."""
+
+    decode: Callable[..., None]
+    prefill: Callable[..., None]
+
+
+@cache
+def attention_kernels() -> AttentionKernels:
+    """The compiled functions, compiled at the first call (about half a second)."""
+    module, machine = ir.Module("lmoffload_attention"), host_machine()
+    parts = emit_parts(module, machine)
+    decode, prefill = emit_decode(module, machine, parts), emit_prefill(module, machine, parts)
+    compiled = Compiled(module)
+    return AttentionKernels(compiled.function(decode), compiled.function(prefill))
 
 
 def decode_attention(
@@ -72,7 +93,7 @@ def decode_attention(
     assert min(spans, default=1) >= 1, "a row without a key"
     group = heads // num_kv_heads
     out = torch.empty(rows, heads, value_dim)
-    kernel, scratch_size = decode_kernel(), score_floats(group, max(spans, default=0))
+    kernel, scratch_size = attention_kernels().decode, score_floats(group, max(spans, default=0))
 
     def attend(first: int, end: int) -> None:
         scores = _SCORES.floats(scratch_size)
@@ -162,7 +183,7 @@ def prefill_attention(
     q, k, v = (t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in (q, k, v))
     assert q.dtype == k.dtype == v.dtype == torch.float32, "q, k and v are fp32"
     out = torch.zeros(q.shape[0], heads, value_dim)
-    kernel = prefill_kernel()
+    kernel = attention_kernels().prefill
 
     def attend(job: PrefillJob) -> None:
         keys = job.end_query if window is None else min(job.end_query, window + QUERY_BLOCK)

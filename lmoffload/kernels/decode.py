@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 from llvmlite import ir
 
-from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Compiled, Machine, V, host_machine
-from lmoffload.kernels.dots import emit_sweep
-from lmoffload.kernels.softmax import emit_mix, emit_score_row, emit_softmax
+from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Machine, V
+from lmoffload.kernels.softmax import Parts, emit_score_row
 
 KEY_BLOCK = 128
 """Keys that all query heads of a group read before the next are touched; sums over values are added up as often."""
@@ -23,17 +19,8 @@ PARAMETERS = (
 scores: fp32 [`score_floats(group, longest span)`]."""
 
 
-@cache
-def decode_kernel() -> Callable[..., None]:
-    """The compiled function, its parameters as in PARAMETERS; compiled at the first call."""
-    module = ir.Module("lmoffload_decode")
-    code = emit_decode(module, host_machine())
-    return Compiled(module).function(code)
-
-
-def emit_decode(module: ir.Module, machine: Machine) -> Code:
+def emit_decode(module: ir.Module, machine: Machine, parts: Parts) -> Code:
     """Emit the function over a range of (row, key head) pairs."""
-    sweep, softmax, mix = emit_sweep(module, machine, "fp32"), emit_softmax(module, machine), emit_mix(module, machine)
     code = Code(module, machine, "decode_attention", [kind for _, kind in PARAMETERS])
     a = dict(zip((name for name, _ in PARAMETERS), code.arguments, strict=True))
     b, zero, four = code.b, code.whole(0), code.whole(4)
@@ -59,18 +46,18 @@ def emit_decode(module: ir.Module, machine: Machine) -> Code:
         def score(start: V) -> None:
             number = code.least(code.whole(KEY_BLOCK), b.sub(count, start))
             place = code.row(a["scores"], start, four)
-            code.call(sweep, code.row(keys, start, key_row), key_row, number, q, key_row, a["group"], place, score_row, a["dim"])
+            code.call(parts.sweep, code.row(keys, start, key_row), key_row, number, q, key_row, a["group"], place, score_row, a["dim"])
 
         def sum_up(start: V) -> None:
             number = code.least(code.whole(KEY_BLOCK), b.sub(count, start))
             weights, block = code.row(a["scores"], start, four), code.row(values, start, value_row)
-            code.call(mix, weights, score_row, a["group"], block, value_row, number, out, value_row, a["value_dim"])
+            code.call(parts.mix, weights, score_row, a["group"], block, value_row, number, out, value_row, a["value_dim"])
 
         code.each(zero, count, KEY_BLOCK, score)
         sink = code.row(a["sinks"], b.mul(head, a["group"]), four)
         has_sinks = b.icmp_unsigned("!=", a["sinks"], ir.Constant(ADDRESS, None))
         sink = b.select(has_sinks, sink, ir.Constant(ADDRESS, None))
-        code.call(softmax, a["scores"], score_row, zero, count, a["group"], sink, a["scaling"], a["softcap"])
+        code.call(parts.softmax, a["scores"], score_row, zero, count, a["group"], sink, a["scaling"], a["softcap"])
         code.each(zero, count, KEY_BLOCK, sum_up)
 
     code.each(a["first_pair"], a["end_pair"], 1, pair)

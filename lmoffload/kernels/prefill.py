@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 from llvmlite import ir
 
-from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Compiled, Machine, V, host_machine
-from lmoffload.kernels.dots import emit_sweep
-from lmoffload.kernels.softmax import emit_mix, emit_score_row, emit_softmax
+from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Machine, V
+from lmoffload.kernels.softmax import Parts, emit_score_row
 
 QUERY_BLOCK = 24
 """Queries whose scores are held at once: a whole number of the micro-kernels' groups."""
@@ -27,17 +23,8 @@ first_query is a multiple of QUERY_BLOCK. window: larger than any length for non
 scores: fp32 [`score_floats(QUERY_BLOCK, most keys of a block)`]."""
 
 
-@cache
-def prefill_kernel() -> Callable[..., None]:
-    """The compiled function, its parameters as in PARAMETERS; compiled at the first call."""
-    module = ir.Module("lmoffload_prefill")
-    code = emit_prefill(module, host_machine())
-    return Compiled(module).function(code)
-
-
-def emit_prefill(module: ir.Module, machine: Machine) -> Code:
+def emit_prefill(module: ir.Module, machine: Machine, parts: Parts) -> Code:
     """Emit the function over ranges of a segment's queries and heads."""
-    sweep, softmax, mix = emit_sweep(module, machine, "fp32"), emit_softmax(module, machine), emit_mix(module, machine)
     code = Code(module, machine, "prefill_attention", [kind for _, kind in PARAMETERS])
     a = dict(zip((name for name, _ in PARAMETERS), code.arguments, strict=True))
     b, zero, four = code.b, code.whole(0), code.whole(4)
@@ -59,19 +46,19 @@ def emit_prefill(module: ir.Module, machine: Machine) -> Code:
         def score(start: V) -> None:
             number = code.least(code.whole(KEY_BLOCK), b.sub(keys, start))
             place = code.row(a["scores"], start, four)
-            code.call(sweep, code.row(k, start, a["k_row"]), a["k_row"], number, q, a["q_row"], queries, place, score_row, a["dim"])
+            code.call(parts.sweep, code.row(k, start, a["k_row"]), a["k_row"], number, q, a["q_row"], queries, place, score_row, a["dim"])
 
         def weigh(query: V) -> None:
             place = b.add(first, query)
             seen = b.sub(code.least_seen(place, a["window"]), first_key)
             row, behind = code.row(a["scores"], query, score_row), b.sub(b.add(place, code.whole(1)), first_key)
             sink = b.select(has_sinks, code.row(a["sinks"], head, four), none)
-            code.call(softmax, row, score_row, seen, behind, code.whole(1), sink, a["scaling"], a["softcap"])
+            code.call(parts.softmax, row, score_row, seen, behind, code.whole(1), sink, a["scaling"], a["softcap"])
 
         def sum_up(start: V) -> None:
             number = code.least(code.whole(KEY_BLOCK), b.sub(keys, start))
             weights, values = code.row(a["scores"], start, four), code.row(v, start, a["v_row"])
-            code.call(mix, weights, score_row, queries, values, a["v_row"], number, out, a["out_row"], a["value_dim"])
+            code.call(parts.mix, weights, score_row, queries, values, a["v_row"], number, out, a["out_row"], a["value_dim"])
 
         code.each(zero, keys, KEY_BLOCK, score)
         code.each(zero, queries, 1, weigh)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from llvmlite import ir
 
 from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Machine, V
-from lmoffload.kernels.dots import Rows
+from lmoffload.kernels.dots import Rows, emit_sweep
 from lmoffload.kernels.functions import exp_of_negative, tanh
 
 GROUP_SIZES = (4, 2, 1)
@@ -15,6 +16,20 @@ GROUP_SIZES = (4, 2, 1)
 
 SCORE_LANES = 16
 """Rows of scores are padded to an odd number of these: whole vectors, and rows no power of two apart, where loads would wait for stores."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Functions of a module that both attentions call: scores, weights, and sums of values."""
+
+    sweep: Code
+    softmax: Code
+    mix: Code
+
+
+def emit_parts(module: ir.Module, machine: Machine) -> Parts:
+    """Emit them."""
+    return Parts(emit_sweep(module, machine, "fp32"), emit_softmax(module, machine), emit_mix(module, machine))
 
 
 def score_floats(rows: int, keys: int) -> int:
@@ -79,7 +94,7 @@ def emit_softmax(module: ir.Module, machine: Machine) -> Code:
 
 
 def emit_mix(module: ir.Module, machine: Machine) -> Code:
-    """Emit mix(weights, weight_row, group, values, value_row, count, out, out_row, dim): out[g] += sum of weights[g, t] * values[t] over t."""
+    """Emit mix(weights, weight_row, group, values, value_row, count, out, out_row, dim): out[g] += sum of weights[g, t] * values[t]."""
     code = Code(module, machine, "mix", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64], internal=True)
     weights, weight_row, group, values, value_row, count, out, out_row, dim = code.arguments
     b, four = code.b, code.whole(4)

@@ -34,7 +34,8 @@ class TileProduct:
         self._tile, self._out = Scratch(), Scratch()
 
     def prepare(self, matrix: Matrix) -> None:
-        format_kernels(matrix.format)
+        if not in_place(matrix):
+            format_kernels(matrix.format)
 
     def unit(self, n: int, k: int) -> int:
         return rows_of_tile(n, k)
@@ -53,12 +54,17 @@ class TileProduct:
 
     def _widened(self, matrix: Matrix, first: int, end: int) -> torch.Tensor:
         start = first * matrix.row_bytes
-        if matrix.format == "fp32" and matrix.data.data_ptr() % 4 == 0:
+        if in_place(matrix):
             return matrix.data[start : end * matrix.row_bytes].view(torch.float32).view(end - first, matrix.k)
         tile = self._tile.floats((end - first) * matrix.k)
         widen = format_kernels(matrix.format).widen
         widen(matrix.data.data_ptr() + start, matrix.row_bytes, end - first, tile.data_ptr(), 4 * matrix.k, matrix.k)
         return tile.view(end - first, matrix.k)
+
+
+def in_place(matrix: Matrix) -> bool:
+    """Whether BLAS can read the weights where they lie."""
+    return matrix.format == "fp32" and matrix.data.data_ptr() % 4 == 0
 
 
 def rows_of_tile(n: int, k: int) -> int:
