@@ -90,7 +90,8 @@ class Engine:
             self._check_bytes()
             runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"))
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
-            bind(model, self.shape, runtime, self.weights.vectors, layer_units)
+            part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
+            bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
             self._check_rows()
             self._blocks = BlockRunner(model, units, plan, runtime, self.weights, self._reader, self.meter)
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def bind(
     runtime: Runtime,
     vectors: Mapping[str, torch.Tensor],
     layer_units: tuple[int, ...],
+    part_units: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Bind `model` (on the meta device) to a runtime, once.
 
@@ -47,7 +49,8 @@ def bind(
         shape: what the checkpoint holds; its matrices become `BoundLinear`s.
         runtime: what the swapped parts ask.
         vectors: every resident tensor that is not a linear layer's matrix, fp32, by parameter name.
-        layer_units: unit index of each decoder layer.
+        layer_units: unit index at which each decoder layer begins.
+        part_units: unit index that begins at the product of a matrix, by its name, where layers are cut.
 
     Raises:
         StatedError: a parameter of the model is not fed by the checkpoint, or a tensor of the checkpoint feeds none.
@@ -64,7 +67,7 @@ def bind(
         if not isinstance(module, nn.Linear):
             raise StatedError(f"The tensor {tensor.name} is a matrix but {owner or 'its owner'} is not a linear layer.")
         bias = vectors.get(f"{owner}.bias") if module.bias is not None else None
-        _replace(model, owner, BoundLinear(tensor.name, runtime, bias))
+        _replace(model, owner, BoundLinear(tensor.name, runtime, bias, unit=part_units.get(tensor.name)))
         fed |= {tensor.name, f"{owner}.bias"}
     fed |= _bind_small_linears(model, runtime, vectors, exclude=head)
     head_bias = vectors.get(f"{names[head]}.bias") if getattr(head, "bias", None) is not None else None

@@ -11,17 +11,25 @@ from lmoffload.modeling.runtime import Runtime
 
 
 class BoundLinear(nn.Module):
-    """A linear layer whose weight lies in a resident slab or in the current ring buffer, or is `own`: small and always there."""
+    """A linear layer whose weight lies in a resident slab or in the current ring buffer, or is `own`: small and always there.
 
-    def __init__(self, name: str, runtime: Runtime, bias: torch.Tensor | None, own: Matrix | None = None) -> None:
+    Where a unit begins with this product, micro-batches switch before it.
+    """
+
+    def __init__(
+        self, name: str, runtime: Runtime, bias: torch.Tensor | None, own: Matrix | None = None, unit: int | None = None
+    ) -> None:
         super().__init__()
         self.name = name
         self.runtime = runtime
         self.bias = bias
         self.own = own
+        self.unit = unit
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] fp32 -> [..., N] fp32."""
+        if self.unit is not None:
+            self.runtime.reach(self.unit)
         matrix = self.runtime.weights.matrix(self.name) if self.own is None else self.own
         rows = x.reshape(-1, x.shape[-1])
         out = linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool, self.bias)

@@ -125,6 +125,8 @@ class Plan(Value):
     threads: dict[TaskClass, int]
     prefetch_depth: int = Field(ge=0)
     """Units read ahead of the one computed; the ring has prefetch_depth + 1 buffers."""
+    stream: Literal["layer", "matrix"] = "layer"
+    """What streams at once: all streamed matrices of a layer, or each alone: smaller buffers, more switches."""
     predicted: Predicted
     binding: Resource
     shadow_prices: tuple[ShadowPrice, ...] = ()

@@ -1,9 +1,9 @@
 """The task graph of a plan: one schedule, two interpreters.
 
 `units_of` cuts the model into the units that are computed between two switches of micro-batch: the embedding, each decoder layer, and the
-output head (in pieces no larger than a layer when it is streamed). `block_tasks` generates the zig-zag block lazily: for each step, for
-each unit, for every micro-batch, so that one weight load serves all. `simulate` walks the tasks with predicted seconds, the executor runs
-them.
+output head (in pieces no larger than a layer when it is streamed); where memory is tight, a layer is cut at each matrix that streams.
+`block_tasks` generates the zig-zag block lazily: for each step, for each unit, for every micro-batch, so that one weight load serves all.
+`simulate` walks the tasks with predicted seconds, the executor runs them.
 
 Resources are serial servers that take their tasks in graph order, so the simulated time is a max-plus recurrence over this graph.
 """
@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from lmoffload_solver.formats import stored_bytes
-from lmoffload_solver.model import ModelShape
+from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.value import Kind, Resource
 
@@ -42,12 +43,15 @@ class Unit:
     """What one micro-batch computes between two switches, and what must be read for it."""
 
     index: int
-    kind: Literal["embed", "layer", "head"]
+    kind: Literal["embed", "layer", "part", "head"]
+    """A "layer" begins a decoder layer; a "part" goes on in one at its streamed matrix (`Plan.stream` "matrix")."""
     layer: int | None
     streamed: tuple[Piece, ...]
     first_row: int = 0
     end_row: int = 0
     """Rows of the output head that this unit computes."""
+    computes: tuple[str, ...] = ()
+    """Matrices of the layer whose products fall into this unit, in order, resident ones included."""
 
     @property
     def streamed_bytes(self) -> int:
@@ -88,12 +92,12 @@ def units_of(model: ModelShape, plan: Plan) -> tuple[Unit, ...]:
     on_disk = {name for name, tensor in plan.weights.tensors.items() if tensor.tier == "disk"}
     units = [Unit(0, "embed", None, ())]
     for layer in range(model.num_layers):
-        pieces = tuple(
-            Piece(t.name, 0, _rows(t.shape), stored_bytes(t.shape, plan.weights.tensors[t.name].format))
-            for t in model.by_layer[layer]
-            if t.name in on_disk
-        )
-        units.append(Unit(len(units), "layer", layer, pieces))
+        matrices = [t.name for t in model.by_layer[layer] if t.is_matrix]
+        pieces = {name: _whole(model.by_name[name], plan) for name in matrices if name in on_disk}
+        for group in [tuple(matrices)] if plan.stream == "layer" else _groups(matrices, pieces):
+            kind: Literal["layer", "part"] = "layer" if units[-1].layer != layer else "part"
+            streamed = tuple(pieces[name] for name in group if name in pieces)
+            units.append(Unit(len(units), kind, layer, streamed, computes=group))
     head = model.head
     num_rows = _rows(head.shape)
     if head.name not in on_disk:
@@ -173,6 +177,16 @@ def block_tasks(
                 next_index += 1
             if slot is not None:
                 users[slot] = tuple(indices)
+
+
+def _whole(tensor: TensorShape, plan: Plan) -> Piece:
+    return Piece(tensor.name, 0, _rows(tensor.shape), stored_bytes(tensor.shape, plan.weights.tensors[tensor.name].format))
+
+
+def _groups(matrices: list[str], streamed: dict[str, Piece]) -> list[tuple[str, ...]]:
+    """A layer's matrices cut before every streamed one but the first."""
+    starts = [0, *[i for i, name in enumerate(matrices) if name in streamed][1:], len(matrices)]
+    return [tuple(matrices[first:end]) for first, end in pairwise(starts)]
 
 
 def _rows(shape: tuple[int, ...]) -> int:

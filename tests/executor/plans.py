@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import (
@@ -30,6 +32,7 @@ def make_plan(
     threads: int = 2,
     tokens: int = 4096,
     kernel: str = "widen_tiles",
+    stream: Literal["layer", "matrix"] = "layer",
 ) -> Plan:
     """A plan with these matrices resident (None: all), room for `tokens` tokens a row, and nothing predicted."""
     tensors, sizes = {}, {"host": 0, "disk": 0}
@@ -55,6 +58,7 @@ def make_plan(
         kernels=KernelsPlan(prefill=kernel, decode=kernel),
         threads={"compute": threads, "disk_io": 2},
         prefetch_depth=prefetch_depth,
+        stream=stream,
         predicted=Predicted(
             prefill_s=1, decode_s=1, total_s=2, tokens_per_s=1, decode_tokens_per_s=1, step_s=1, resources={}, peak_bytes={}, base_bytes=1
         ),

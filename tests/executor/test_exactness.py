@@ -26,7 +26,8 @@ def test_greedy_tokens_equal_transformers(tiny, family, dtype):
     expected = [greedy(model, text, NEW_TOKENS) for text in texts]
     resident = {t.name for t in checkpoint.shape.tensors if t.layer == 1}
     for micro_batch in (1, 2, 3, 5):
-        plan = make_plan(checkpoint.shape, checkpoint.fingerprint, resident=resident, micro_batch=micro_batch)
+        stream = "layer" if micro_batch % 2 else "matrix"
+        plan = make_plan(checkpoint.shape, checkpoint.fingerprint, resident=resident, micro_batch=micro_batch, stream=stream)
         with Engine(checkpoint, plan) as engine:
             done = engine.generate(requests(texts))
             assert engine.bytes_read > 0

@@ -38,8 +38,9 @@ def test_random_delays_in_the_reader_change_nothing(tiny, num_layers, monkeypatc
     monkeypatch.setattr(DiskReader, "read", late)
     for depth in (0, 1, 2, 4):
         for shape in ((1, 1), (2, 2), (5, 1)):
-            got = generate(checkpoint, resident=set(), prefetch_depth=depth, micro_batch=shape[0], num_micro_batches=shape[1])
-            assert got == expected, (depth, shape)
+            stream = chance.choice(("layer", "matrix"))
+            choices = {"prefetch_depth": depth, "micro_batch": shape[0], "num_micro_batches": shape[1], "stream": stream}
+            assert generate(checkpoint, resident=set(), **choices) == expected, choices
 
 
 @pytest.mark.parametrize("edges_cut", [False, True])
