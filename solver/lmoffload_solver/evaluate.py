@@ -61,6 +61,7 @@ class Evaluator:
         self.capacity = Capacity.of(model, machine, limits)
         self.memory = JobMemory(model, workload, machine.base_bytes)
         self.rounding = Rounding(model)
+        self._least_bytes = self.rounding.least().memory_bytes
         self.io_threads = disk_threads(disk)
         self.tiers = chain_of(machine)
         self.classes = _classes(model)
@@ -78,10 +79,37 @@ class Evaluator:
         parts = self.memory.parts(candidate.micro_batch, candidate.num_micro_batches, candidate.threads, not head_at_home)
         return self.within_weights(self.capacity.memory_bytes - parts.total)
 
+    def may_fit(self, micro_batch: int, num_micro_batches: int, threads: int) -> bool:
+        """False where even the least placement leaves too little: nothing of such a block need be priced."""
+        parts = self.memory.parts(micro_batch, num_micro_batches, threads, False)
+        return parts.total + self._least_bytes <= self.capacity.memory_bytes
+
     def within_weights(self, memory_bytes: int) -> int:
         """The user's limit on weights applied."""
         weights = self.capacity.weights_bytes
         return memory_bytes if weights is None else min(memory_bytes, weights - self.vectors_bytes)
+
+    def kernels(self, micro_batch: int, num_micro_batches: int, threads: int, phase: Phase) -> tuple[str, ...]:
+        """The kernels of a phase worth considering: one that is nowhere quicker than another needs no candidate of its own."""
+        known = self.job(threads).costs.linear.kernels(counting.main_format(self.model))
+        if len(known) == 1:
+            return known
+        blocks = self.blocks(micro_batch * num_micro_batches)
+        times = {
+            kernel: np.array(
+                [
+                    (*seconds.layers, seconds.head)
+                    for block in blocks
+                    for seconds in self.block_steps(threads, block, micro_batch, phase, kernel)
+                ]
+            )
+            for kernel in known
+        }
+        kept: list[str] = []
+        for kernel in sorted(known, key=lambda name: float(times[name].sum())):
+            if not any((times[other] <= times[kernel]).all() for other in kept):
+                kept.append(kernel)
+        return tuple(kept)
 
     def bound_s(self, candidate: Candidate, depths: Array) -> Array:
         """Seconds of the job that no placement goes below, for each prefetch depth: the program solved by hand. Infinite: does not fit.
@@ -94,7 +122,10 @@ class Evaluator:
         fits = np.isfinite(least)
         if not fits.any():
             return np.full(len(depths), np.inf)
-        streamed = np.where(fits, least, 0.0)
+        return np.asarray(np.where(fits, self._streaming_bound_s(candidate, depths, np.where(fits, least, 0.0)), np.inf))
+
+    def _streaming_bound_s(self, candidate: Candidate, depths: Array, streamed: Array) -> Array:
+        """Seconds of the job that streaming so many bytes per step does not go below: the rows of `program.Program`."""
         costs = self.job(candidate.threads).costs
         read = streamed / costs.disk.best_read_rate
         early = (depths + 1) * self.largest_layer / costs.disk.best_read_rate
@@ -108,7 +139,7 @@ class Evaluator:
             )
             serial = reading + layers * step.layer_s
             total += step.weight * np.maximum(step.compute_s, np.where(depths > 0, ahead, serial))
-        return np.asarray(np.where(fits, total, np.inf))
+        return total
 
     def program_choices(self, candidate: Candidate) -> Choices:
         """The linear program's constants for a candidate."""
@@ -153,6 +184,13 @@ class Evaluator:
             room = self.room(candidate, head_at_home)
             if room >= 0:
                 yield from self.rounding.placements(room, candidate.prefetch_depth, head_at_home)
+
+    def bounded_placements(self, candidate: Candidate) -> list[tuple[float, Placement]]:
+        """The placements, each with a bound by the bytes it streams, lowest first."""
+        placements = list(self.placements(candidate))
+        streamed = np.array([placement.streamed_bytes for placement in placements], dtype=np.float64)
+        bounds = self._streaming_bound_s(candidate, np.full(len(placements), float(candidate.prefetch_depth)), streamed)
+        return sorted(zip(bounds.tolist(), placements, strict=True), key=lambda pair: pair[0])
 
     def simulate(self, candidate: Candidate, placement: Placement) -> Simulated:
         """The job's times: every different block's sampled steps one after another, a repeated block twice (the second time the ring is

@@ -8,13 +8,14 @@ from typing import Literal
 
 from lmoffload_solver import counting, memory
 from lmoffload_solver.assemble import peak_bytes
+from lmoffload_solver.blocks import Step, decode_steps
 from lmoffload_solver.costs import COMPUTE_RESOURCE, READ_RESOURCE, disk_of
 from lmoffload_solver.evaluate import Candidate, Evaluator
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.program import Program
-from lmoffload_solver.simulate import busy_seconds, step_ends
+from lmoffload_solver.simulate import step_ends
 from lmoffload_solver.timeline import PlanCosts, block_timeline
 from lmoffload_solver.value import Resource, Tier, Value
 from lmoffload_solver.workload import Limits
@@ -74,18 +75,16 @@ def explain(
         StatedError: the profile lacks a disk or a curve that the plan needs.
     """
     limits = limits or Limits()
-    costs = PlanCosts(model, machine, plan, file_system=file_system)
-    timeline = block_timeline(costs)
-    ends = step_ends(timeline)
+    steps = (Step(0, 1.0), *decode_steps(plan.workload.gen_len))
+    costs = PlanCosts(model, machine, plan, file_system=file_system, steps=steps)
     evaluator = Evaluator(model, machine, disk_of(machine, file_system), plan.workload, limits)
     candidate = candidate_of(plan)
     solution = Program(evaluator.program_choices(candidate)).solve()
     tokens = plan.workload.num_prompts * plan.workload.gen_len
-    first = [timed for timed in timeline if timed.task.step == 0]
-    later = [timed for timed in timeline if timed.task.step > 0]
+    prefill, decode = _phases(evaluator, costs)
     return Explanation(
-        prefill=_phase(evaluator, ends[0], busy_seconds(first)),
-        decode=_phase(evaluator, ends[-1] - ends[0], busy_seconds(later)),
+        prefill=prefill,
+        decode=decode,
         predicted_tokens_per_s=plan.predicted.tokens_per_s,
         bound_tokens_per_s=plan.bound_tokens_per_s,
         gap=plan.gap,
@@ -133,8 +132,22 @@ def _priced(evaluator: Evaluator, change: str, candidate: Candidate, tokens: int
     return Alternative(change=change, tokens_per_s=tokens / seconds, peak_bytes=peak_bytes(evaluator, candidate, placement))
 
 
-def _phase(evaluator: Evaluator, seconds: float, busy: dict[Resource, float]) -> PhaseTime:
+def _phases(evaluator: Evaluator, costs: PlanCosts) -> tuple[PhaseTime, PhaseTime]:
+    """Prefill and decode of the first block, sampled steps weighted with what they stand for."""
     near, far = evaluator.tiers[0], evaluator.tiers[1]
-    known = {name: busy.get(name, 0.0) for name in (READ_RESOURCE[far], COMPUTE_RESOURCE[near])}
+    names = (READ_RESOURCE[far], COMPUTE_RESOURCE[near])
+    timeline = block_timeline(costs)
+    ends = [0.0, *step_ends(timeline)]
+    seconds = [0.0, 0.0]
+    busy: list[dict[Resource, float]] = [dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)]
+    for number, step in enumerate(costs.steps):
+        seconds[step.step > 0] += step.weight * (ends[number + 1] - ends[number])
+    for timed in timeline:
+        step = costs.steps[timed.task.step]
+        busy[step.step > 0][timed.task.resource] += step.weight * (timed.end_s - timed.begin_s)
+    return _phase(seconds[0], busy[0]), _phase(seconds[1], busy[1])
+
+
+def _phase(seconds: float, known: dict[Resource, float]) -> PhaseTime:
     binding = max(known, key=lambda name: known[name])
     return PhaseTime(seconds=seconds, busy_s=known, binding=binding, idle_s=max(0.0, seconds - known[binding]))

@@ -27,6 +27,12 @@ MOST_SUBSETS_OF = 12
 BUFFER_SIZES_TRIED = 2
 """The smallest ring buffers that fit are filled; a larger one sometimes divides better into whole matrices."""
 
+FEW_LAYERS = 8
+"""With no more layers than this a single matrix weighs much: larger buffers are tried as well, and layers wholly at home."""
+
+LARGER_BUFFERS = 4
+"""Larger buffers tried where layers are few, evenly spread over all that fit."""
+
 
 @dataclass(frozen=True)
 class Level:
@@ -116,18 +122,17 @@ class Rounding:
         self.layers_aligned = sum(ladder.sizes[-1] for ladder in self.ladders)
 
     def placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> Iterator[Placement]:
-        """Placements whose homes and ring buffers fit `budget` bytes, the best found for each home of the embedding table.
-
-        Yields nothing where none fits.
-        """
+        """Different placements whose homes and ring buffers fit `budget` bytes; none where nothing fits."""
+        found: dict[Placement, None] = {}
+        few = self.model.num_layers <= FEW_LAYERS
+        kinds = (False, True) if few else (False,)
         for embedding_at_home in (head_at_home,) if self.model.tied_head else (True, False):
-            found = [
-                self._fill(budget, prefetch_depth, size, head_at_home, embedding_at_home)
-                for size in self._sizes(budget, prefetch_depth, head_at_home, embedding_at_home)
-            ]
-            fitting = [placement for placement in found if placement.memory_bytes <= budget]
-            if fitting:
-                yield min(fitting, key=lambda p: (p.streamed_bytes, p.memory_bytes))
+            for size in self._sizes(budget, prefetch_depth, head_at_home, embedding_at_home):
+                for sparse in kinds:
+                    placement = self._fill(budget, prefetch_depth, size, head_at_home, embedding_at_home, sparse=sparse)
+                    if placement.memory_bytes <= budget:
+                        found[placement] = None
+        yield from found
 
     def least(self, prefetch_depth: int = 0) -> Placement:
         """The placement that needs least memory."""
@@ -160,15 +165,22 @@ class Rounding:
         return head + (aligned_bytes(self.embedding_bytes) if embedding_at_home and self.embedding_bytes else 0)
 
     def _sizes(self, budget: int, depth: int, head_at_home: bool, embedding_at_home: bool) -> list[int]:
-        """The smallest ring buffers for which everything that must then stay at home fits the budget."""
+        """The smallest ring buffers for which everything that must then stay at home fits the budget, and a few larger ones."""
         pieces = 0 if head_at_home else 1
         slots = np.minimum(depth + 1, self._units + pieces)
         slot = self._slot if head_at_home else np.where(self._slot > 0, self._slot, aligned_bytes(self._first_piece(0)))
         need = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - self._streamed + slots * slot
-        return [int(size) for size in self._buffers[need <= budget][:BUFFER_SIZES_TRIED]]
+        fitting = self._buffers[need <= budget]
+        if self.model.num_layers > FEW_LAYERS or len(fitting) <= BUFFER_SIZES_TRIED:
+            return [int(size) for size in fitting[:BUFFER_SIZES_TRIED]]
+        larger = np.linspace(BUFFER_SIZES_TRIED, len(fitting) - 1, LARGER_BUFFERS).round().astype(int)
+        return [int(size) for size in fitting[[*range(BUFFER_SIZES_TRIED), *sorted(set(larger.tolist()))]]]
 
-    def _fill(self, budget: int, depth: int, buffer: int, head_at_home: bool, embedding_at_home: bool) -> Placement:
-        """Stream at most `buffer` bytes per layer, and keep at home what the budget still holds, evenly."""
+    def _fill(
+        self, budget: int, depth: int, buffer: int, head_at_home: bool, embedding_at_home: bool, *, sparse: bool = False
+    ) -> Placement:
+        """Stream at most `buffer` bytes per layer, and keep at home what the budget still holds, evenly: a little of each layer, or, where
+        `sparse`, all of some layers."""
         best = [ladder.at_most(buffer) for ladder in self.ladders]
         most = sum(level.aligned for level in best)
         largest = max(level.stored for level in best)
@@ -185,7 +197,7 @@ class Rounding:
             share += level.aligned
             wanted = goal * share / most - streamed if most else 0
             chosen = ladder.at_least(wanted) if wanted > 0 else ladder.levels[0]
-            chosen = chosen if chosen.aligned <= level.aligned else level
+            chosen = level if chosen.aligned > level.aligned or (sparse and wanted > 0) else chosen
             layers.append(chosen)
             streamed += chosen.aligned
         pieces = self._pieces(max(level.stored for level in layers), head_at_home)

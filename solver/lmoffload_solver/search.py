@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lmoffload_solver import counting
 from lmoffload_solver.assemble import Found, assemble
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.evaluate import Candidate, Evaluator
@@ -142,7 +141,9 @@ class Search:
                 if tighter is not None:
                     heapq.heappush(heap, (max(bound, tighter), number, candidate, True))
                 continue
-            for placement in self.evaluator.placements(candidate):
+            for least, placement in self.evaluator.bounded_placements(candidate):
+                if best is not None and least >= best.simulated.total_s * (1 - SAME):
+                    break
                 simulated = self.evaluator.simulate(candidate, placement)
                 if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
                     best = Found(candidate, placement, simulated, bound)
@@ -154,10 +155,12 @@ class Search:
         """Closed-form bound of every candidate that may fit."""
         depths = np.array(self.domain.depths, dtype=np.float64)
         for threads in self.domain.threads:
-            kernels = self.evaluator.job(threads).costs.linear.kernels(counting.main_format(self.evaluator.model))
             for size, count in self.domain.micro_batches:
-                for prefill in kernels:
-                    for decode in kernels:
+                if not self.evaluator.may_fit(size, count, threads):
+                    continue
+                decodes = self.evaluator.kernels(size, count, threads, "decode")
+                for prefill in self.evaluator.kernels(size, count, threads, "prefill"):
+                    for decode in decodes:
                         candidate = Candidate(size, count, threads, prefill, decode, 0)
                         for depth, bound in zip(self.domain.depths, self.evaluator.bound_s(candidate, depths), strict=True):
                             if np.isfinite(bound):
