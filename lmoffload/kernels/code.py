@@ -178,6 +178,17 @@ class Code:
         """Zero fp32 [count]."""
         self.each(self.whole(0), count, 1, lambda i: self.store(self.real(0.0), self.row(address, i, self.whole(4))))
 
+    def prefetch(self, address: V, num_bytes: V) -> None:
+        """Ask for the cache lines from an address on; where nothing is mapped it does no harm."""
+        name, kinds = "llvm.prefetch.p0", [ADDRESS, I32, I32, I32]
+        known = self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(ir.VoidType(), kinds), name)
+        read, all_levels, data = self.bits(0), self.bits(3), self.bits(1)
+
+        def line(offset: V) -> None:
+            self.b.call(known, [self.at(address, offset), read, all_levels, data])
+
+        self.each(self.whole(0), num_bytes, 64, line)
+
     @contextmanager
     def when(self, condition: V) -> Iterator[None]:
         with self.b.if_then(condition):
