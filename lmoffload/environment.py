@@ -43,9 +43,9 @@ def thread_remarks() -> tuple[str, ...]:
 def prepare_allocator() -> None:
     """Give large temporaries back as soon as they are free, and keep small ones in two heaps.
 
-    glibc by itself raises the size from which it does so to that of the largest temporary freed, so that a prefill's activations stay: 7 % over
-    the planned peak of a run within 1 GiB, where these settings kept it within the plan and cost no time (docs/log.md). Without effect where
-    glibc is absent.
+    glibc by itself raises the size from which it does so to that of the largest temporary freed, so that a prefill's activations stay: 8 %
+    over the planned peak of a run within 1 GiB, where these settings kept it within the plan and cost no time (docs/log.md). Without effect
+    where glibc is absent.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
