@@ -65,22 +65,23 @@ class Pool:
 
     def _run(self, jobs: Sequence[Job]) -> None:
         batch = _Batch(jobs)
-        helpers = self._workers[: max(0, len(jobs) - 1)]
-        for worker in helpers:
-            worker.start(batch)
-        interrupt: BaseException | None = None
-        batch.work()
-        for worker in helpers:
+        started: list[_Worker] = []
+        try:
+            for worker in self._workers[: max(0, len(jobs) - 1)]:
+                worker.start(batch)
+                started.append(worker)
+            batch.work()
+        except KeyboardInterrupt as error:
+            batch.stop(error)
+        for worker in started:
             while True:  # the jobs' buffers are the caller's: nobody leaves before all have ended, Ctrl-C included
                 try:
                     worker.wait()
                     break
                 except KeyboardInterrupt as error:
-                    interrupt = error
+                    batch.stop(error)
         if batch.error is not None:
             raise batch.error
-        if interrupt is not None:
-            raise interrupt
 
     def close(self) -> None:
         """End the workers; a closed pool runs nothing. Closing twice is allowed."""
@@ -124,8 +125,12 @@ class _Batch:
             while self.error is None and (index := next(self._next)) < len(self._jobs):
                 self._jobs[index]()
         except BaseException as error:
-            if self.error is None:
-                self.error = error
+            self.stop(error)
+
+    def stop(self, error: BaseException) -> None:
+        """Begin no further job; the first error is the one that is told."""
+        if self.error is None:
+            self.error = error
 
 
 class _Worker:

@@ -1,6 +1,7 @@
 """The pool: everything done on return, errors surface, nothing spins."""
 
 import os
+import signal
 import threading
 import time
 
@@ -70,6 +71,33 @@ def test_an_interrupt_surfaces():
 
     with Pool(2) as pool, pytest.raises(KeyboardInterrupt):
         pool.run([interrupt, interrupt])
+
+
+def test_ctrl_c_while_waiting_stops_the_batch_and_waits_for_its_jobs():
+    ended: list[str] = []
+    meet = threading.Barrier(2, timeout=10)
+
+    def job() -> None:
+        meet.wait()
+        if threading.current_thread() is threading.main_thread():
+            return  # the caller: it is waiting for the worker when the signal comes
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        time.sleep(0.15)
+        ended.append("worker")
+
+    def on_alarm(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        with Pool(2) as pool:
+            with pytest.raises(KeyboardInterrupt):
+                pool.run([job, job])
+            assert ended == ["worker"]
+            pool.run([lambda: ended.append("again")] * 3)
+            assert ended[1:] == ["again"] * 3
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_torch_is_serial_in_jobs_and_as_before_outside():
