@@ -44,7 +44,7 @@ def assemble(evaluator: Evaluator, found: Found, digest: str, *, cut_short: bool
     """The plan of a candidate and its placement."""
     model, workload, candidate = evaluator.model, evaluator.workload, found.candidate
     near: Tier = evaluator.tiers[0]
-    tensors = evaluator.rounding.tensors(found.placement)
+    tensors = evaluator.roundings[candidate.stream].tensors(found.placement)
     predicted = _predicted(evaluator, found, tensors)
     tokens = workload.num_prompts * workload.gen_len
     bound = max(tokens / found.bound_s, predicted.tokens_per_s)
@@ -70,6 +70,7 @@ def assemble(evaluator: Evaluator, found: Found, digest: str, *, cut_short: bool
         kernels=KernelsPlan(prefill=candidate.prefill_kernel, decode=candidate.decode_kernel),
         threads={"compute": candidate.threads, "disk_io": evaluator.io_threads},
         prefetch_depth=candidate.prefetch_depth,
+        stream=candidate.stream,
         predicted=predicted,
         binding=max(predicted.resources, key=lambda name: predicted.resources[name]),
         shadow_prices=_shadow_prices(evaluator, candidate, tokens),
@@ -81,8 +82,7 @@ def assemble(evaluator: Evaluator, found: Found, digest: str, *, cut_short: bool
 
 def peak_bytes(evaluator: Evaluator, candidate: Candidate, placement: Placement) -> int:
     """Bytes of the compute tier at the peak."""
-    parts = evaluator.memory.parts(candidate.micro_batch, candidate.num_micro_batches, candidate.threads, not placement.head_at_home)
-    return parts.total + placement.memory_bytes
+    return evaluator.parts(candidate, placement.head_at_home).total + placement.memory_bytes
 
 
 def _predicted(evaluator: Evaluator, found: Found, tensors: dict[str, TensorPlan]) -> Predicted:

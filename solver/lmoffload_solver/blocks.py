@@ -94,9 +94,12 @@ class StepSeconds:
 
     layers: tuple[float, ...]
     """Per kind of layer, one layer over all micro-batches."""
+    linears: tuple[tuple[float, ...], ...]
+    """Per kind of layer, each of its linear layers: what of `layers` falls to a part of the layer."""
     head: float
     """The whole output head, all micro-batches; each of its pieces adds `piece`."""
     piece: float
+    """What a switch of micro-batch within a layer or the head costs for all micro-batches: another call of the pool each."""
     around: float
     """Outside the layers: per micro-batch and per sequence."""
     lookup: float
@@ -130,7 +133,9 @@ class JobCosts:
             exact = self._tokens[ends] - self._tokens[starts]
             sizes, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
             tokens = float(exact.sum())
-        layers = [float((self.costs.layer_seconds(kind, kernel, sizes) * counts).sum()) for kind in self.kinds]
+        linears = tuple(tuple(float((one * counts).sum()) for one in self.costs.linear_seconds(kind, kernel, sizes)) for kind in self.kinds)
+        rests = [float((self.costs.rest_seconds(kind, sizes) * counts).sum()) for kind in self.kinds]
+        layers = [sum(of_kind) + rest for of_kind, rest in zip(linears, rests, strict=True)]
         overheads = self.costs.machine.overheads
         head = float((self.costs.head_seconds(self.model, kernel, rows) * row_counts).sum())
         around = overheads.step_s * len(starts) + overheads.row_s * (block.end_row - block.first_row)
@@ -139,8 +144,17 @@ class JobCosts:
         for step in self.steps[:1] if phase == "prefill" else self.steps[1:]:
             sums = self._attention[step.step]
             with_attention = tuple(one + float(s[block.end_row] - s[block.first_row]) for one, s in zip(layers, sums, strict=True))
-            found.append(StepSeconds(with_attention, head, overheads.linear_call_s * len(starts), around, lookup))
+            found.append(StepSeconds(with_attention, linears, head, overheads.linear_call_s * len(starts), around, lookup))
         return tuple(found)
+
+    def part_seconds(self, layer: int, seconds: StepSeconds, computes: Sequence[int], begins: bool) -> float:
+        """Seconds of a part of a layer that computes some of its matrices; what is no product falls to the part that begins the layer."""
+        kind = self.kind_of_layer[layer]
+        linears = seconds.linears[kind]
+        if begins and len(computes) == len(linears):
+            return seconds.layers[kind]
+        rest = seconds.layers[kind] - sum(linears) if begins else seconds.piece
+        return sum(linears[i] for i in computes) + rest
 
     def total(self, seconds: StepSeconds, num_pieces: int, embedding_on_disk: bool) -> float:
         """Seconds of the whole step."""

@@ -210,12 +210,17 @@ class MachineCosts:
     def layer_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> Array:
         """Seconds of one decoder layer over micro-batches of `tokens` (padded) tokens, attention left out:
         linear layers + their hand-over to the pool + fixed cost of a layer + elementwise bytes / rate."""
+        return np.asarray(sum(self.linear_seconds(kind, kernel, tokens)) + self.rest_seconds(kind, tokens))
+
+    def linear_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> list[Array]:
+        """Seconds of each linear layer of a decoder layer, its hand-over to the pool included."""
+        call = self.machine.overheads.linear_call_s
+        return [call + self.linear.seconds(kernel, *matrix, tokens) for matrix in kind.matrices]
+
+    def rest_seconds(self, kind: LayerKind, tokens: Array) -> Array:
+        """Seconds of a decoder layer outside its linear layers and its attention."""
         overheads = self.machine.overheads
-        fixed = overheads.layer_s + overheads.linear_call_s * len(kind.matrices)
-        seconds = fixed + kind.elementwise_bytes * tokens / overheads.elementwise_bytes_per_s
-        for matrix in kind.matrices:
-            seconds = seconds + self.linear.seconds(kernel, *matrix, tokens)
-        return np.asarray(seconds)
+        return np.asarray(overheads.layer_s + kind.elementwise_bytes * tokens / overheads.elementwise_bytes_per_s)
 
     def head_seconds(self, model: ModelShape, kernel: str, rows: Array) -> Array:
         """Seconds of the output head over one token of each of `rows` (padded) sequences, its hand-over to the pool left out."""

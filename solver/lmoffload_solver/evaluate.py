@@ -12,10 +12,10 @@ from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, StepSeconds, blocks_of, lengths_of
 from lmoffload_solver.costs import Array, Contention, DiskCosts, MachineCosts, Phase, chain_of, num_requests
 from lmoffload_solver.machine import Disk, MachineProfile
-from lmoffload_solver.memory import Capacity, JobMemory
+from lmoffload_solver.memory import Capacity, JobMemory, Parts
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.program import Choices, ProgramStep, WeightClass
-from lmoffload_solver.rounding import Placement, Rounding
+from lmoffload_solver.rounding import Placement, Rounding, Stream
 from lmoffload_solver.simulate import StepWork, pipeline
 from lmoffload_solver.threads import disk_threads
 from lmoffload_solver.workload import Limits, Workload
@@ -31,6 +31,7 @@ class Candidate:
     prefill_kernel: str
     decode_kernel: str
     prefetch_depth: int
+    stream: Stream = "layer"
 
     @property
     def block_rows(self) -> int:
@@ -60,13 +61,17 @@ class Evaluator:
         self.model, self.machine, self.workload = model, machine, workload
         self.capacity = Capacity.of(model, machine, limits)
         self.memory = JobMemory(model, workload, machine.base_bytes)
-        self.rounding = Rounding(model)
-        self._least_bytes = self.rounding.least().memory_bytes
+        self.roundings: dict[Stream, Rounding] = {"layer": Rounding(model, "layer"), "matrix": Rounding(model, "matrix")}
+        self._least_bytes = min(rounding.least().memory_bytes for rounding in self.roundings.values())
+        self.head_bytes = counting.tensor_bytes(model.head)
         self.io_threads = disk_threads(disk)
         self.tiers = chain_of(machine)
-        self.classes = _classes(model)
-        self.largest_layer = max(sum(counting.tensor_bytes(t) for t in counting.layer_matrices(model, i)) for i in range(model.num_layers))
-        self.vectors_bytes = int(self.memory.parts(1, 1, 1, False).always["vectors"])
+        self.classes: dict[Stream, tuple[WeightClass, ...]] = {"layer": _classes(model, "layer"), "matrix": _classes(model, "matrix")}
+        self.largest_unit: dict[Stream, int] = {
+            stream: max(level.largest_part for ladder in rounding.ladders for level in ladder.levels)
+            for stream, rounding in self.roundings.items()
+        }
+        self.vectors_bytes = self.memory.vectors_bytes
         self.disk = DiskCosts(disk, self.io_threads)
         lengths = lengths_of(workload)
         self.job = cache(lambda threads: JobCosts(model, workload, MachineCosts(machine, self.disk, threads)))
@@ -76,12 +81,21 @@ class Evaluator:
 
     def room(self, candidate: Candidate, head_at_home: bool) -> int:
         """Bytes for homes and ring buffers of the matrices."""
-        parts = self.memory.parts(candidate.micro_batch, candidate.num_micro_batches, candidate.threads, not head_at_home)
-        return self.within_weights(self.capacity.memory_bytes - parts.total)
+        return self.within_weights(self.capacity.memory_bytes - self.parts(candidate, head_at_home).total)
+
+    def parts(self, candidate: Candidate, head_at_home: bool) -> Parts:
+        """What else than the matrices takes memory."""
+        sizes = candidate.micro_batch, candidate.num_micro_batches, candidate.threads
+        return self.memory.parts(*sizes, head_streams=not head_at_home, layers_cut=candidate.stream == "matrix")
+
+    def all_fits(self, candidate: Candidate) -> bool:
+        """Nothing need stream."""
+        (rounding, *_) = self.roundings.values()
+        return rounding.all_bytes <= self.room(candidate, True)
 
     def may_fit(self, micro_batch: int, num_micro_batches: int, threads: int) -> bool:
         """False where even the least placement leaves too little: nothing of such a block need be priced."""
-        parts = self.memory.parts(micro_batch, num_micro_batches, threads, False)
+        parts = self.memory.parts(micro_batch, num_micro_batches, threads, head_streams=False, layers_cut=False)
         return parts.total + self._least_bytes <= self.capacity.memory_bytes
 
     def within_weights(self, memory_bytes: int) -> int:
@@ -115,10 +129,10 @@ class Evaluator:
         """Seconds of the job that no placement goes below, for each prefetch depth: the program solved by hand. Infinite: does not fit.
 
         Reading is the same for all steps, so the least streamed bytes Q are best: W − Q bytes stay at home and the ring takes
-        (depth + 1)·(Q − head)/layers, within the room M. See `program.Program` for the rows.
+        (depth + 1)·(Q − head)/(units of all layers), within the room M. See `program.Program` for the rows.
         """
         room = self.room(candidate, True)
-        least = self._least_streamed(room, depths)
+        least = self._least_streamed(candidate.stream, room, depths)
         fits = np.isfinite(least)
         if not fits.any():
             return np.full(len(depths), np.inf)
@@ -128,8 +142,9 @@ class Evaluator:
         """Seconds of the job that streaming so many bytes per step does not go below: the rows of `program.Program`."""
         costs = self.job(candidate.threads).costs
         read = streamed / costs.disk.best_read_rate
-        early = (depths + 1) * self.largest_layer / costs.disk.best_read_rate
-        layers = np.maximum(0.0, streamed - self.rounding.head_bytes) / self.largest_layer
+        largest = self.largest_unit[candidate.stream]
+        early = (depths + 1) * largest / costs.disk.best_read_rate
+        layers = np.maximum(0.0, streamed - self.head_bytes) / largest
         slow = costs.contention
         total = np.zeros(len(depths))
         for step in self.program_steps(candidate):
@@ -144,17 +159,17 @@ class Evaluator:
     def program_choices(self, candidate: Candidate) -> Choices:
         """The linear program's constants for a candidate."""
         costs = self.job(candidate.threads).costs
-        parts = self.memory.parts(candidate.micro_batch, candidate.num_micro_batches, candidate.threads, False)
         weights = self.capacity.weights_bytes
         return Choices(
             self.tiers,
-            self.classes,
+            self.classes[candidate.stream],
             self.program_steps(candidate),
-            self.largest_layer,
+            candidate.stream,
+            self.largest_unit[candidate.stream],
             candidate.prefetch_depth,
             costs.disk.best_read_rate,
             costs.contention,
-            self.capacity.memory_bytes - parts.total,
+            self.capacity.memory_bytes - self.parts(candidate, True).total,
             None if weights is None else weights - self.vectors_bytes,
         )
 
@@ -173,7 +188,7 @@ class Evaluator:
                         job.total(seconds, 1, False),
                         seconds.lookup,
                         early,
-                        min(seconds.layers),
+                        min(seconds.layers) if candidate.stream == "layer" else 0.0,
                     )
                 )
         return tuple(found)
@@ -183,7 +198,7 @@ class Evaluator:
         for head_at_home in (True, False):
             room = self.room(candidate, head_at_home)
             if room >= 0:
-                yield from self.rounding.placements(room, candidate.prefetch_depth, head_at_home)
+                yield from self.roundings[candidate.stream].placements(room, candidate.prefetch_depth, head_at_home)
 
     def bounded_placements(self, candidate: Candidate) -> list[tuple[float, Placement]]:
         """The placements, each with a bound by the bytes it streams, lowest first."""
@@ -221,12 +236,13 @@ class Evaluator:
     def step_work(self, candidate: Candidate, placement: Placement, seconds: StepSeconds) -> StepWork:
         """Seconds by unit of one step, slowed where reading and computing run at once."""
         job = self.job(candidate.threads)
-        read = [0.0, *(self.read_seconds(level.stored, level.requests) if level.stored else 0.0 for level in placement.layers)]
+        parts = [(layer, part) for layer, level in enumerate(placement.layers) for part in level.parts]
+        read = [0.0, *(self.read_seconds(part.stored, part.requests) if part.stored else 0.0 for _, part in parts)]
         read += [self.read_seconds(size, num_requests([size])) if size else 0.0 for size in placement.head_pieces]
-        head_bytes = self.rounding.head_bytes
-        head = [seconds.head * (size / head_bytes if size else 1.0) + seconds.piece for size in placement.head_pieces]
+        head = [seconds.head * (size / self.head_bytes if size else 1.0) + seconds.piece for size in placement.head_pieces]
         head[-1] += seconds.around
-        compute = [seconds.lookup if not placement.embedding_at_home else 0.0, *(seconds.layers[k] for k in job.kind_of_layer), *head]
+        layers = (job.part_seconds(layer, seconds, part.computes, part.computes[0] == 0) for layer, part in parts)
+        compute = [seconds.lookup if not placement.embedding_at_home else 0.0, *layers, *head]
         slow = job.costs.contention if candidate.prefetch_depth else Contention()
         read_sum, compute_sum = sum(read), sum(compute)
         read_slow, compute_slow = slow.stretched(read_sum, compute_sum) if read_sum else (0.0, compute_sum)
@@ -242,28 +258,29 @@ class Evaluator:
     def _block_steps(self, threads: int, block: Block, micro_batch: int, phase: Phase, kernel: str) -> tuple[StepSeconds, ...]:
         return self.job(threads).steps_seconds(block, micro_batch, phase, kernel)
 
-    def _least_streamed(self, room: int, depths: Array) -> Array:
+    def _least_streamed(self, stream: Stream, room: int, depths: Array) -> Array:
         """Q for each depth; infinite where even a full stream does not fit."""
-        layers, head = self.model.num_layers, self.rounding.head_bytes
-        total = head + sum(c.num_bytes for c in self.classes if c.layer_bytes)
+        units, head = self.roundings[stream].num_units, self.head_bytes
+        total = head + sum(c.num_bytes for c in self.classes[stream] if c.unit_bytes)
         excess = float(total - room)
         if excess <= 0:
             return np.zeros(len(depths))
         if excess <= head:
             return np.full(len(depths), excess)
-        share = (depths + 1) / layers
+        share = (depths + 1) / units
         with np.errstate(divide="ignore", invalid="ignore"):
             streamed = np.where(share < 1, (excess - share * head) / (1 - share), np.inf)
         return np.asarray(np.where(streamed <= total, streamed, np.inf))
 
 
-def _classes(model: ModelShape) -> tuple[WeightClass, ...]:
+def _classes(model: ModelShape, stream: Stream) -> tuple[WeightClass, ...]:
     """The classes of the program: those of the layers, the head, and the embedding table where it is not the head."""
-    total: dict[str, int] = {}
+    sizes: dict[str, list[int]] = {}
     for layer in range(model.num_layers):
         for tensor in counting.layer_matrices(model, layer):
-            total[tensor.tensor_class] = total.get(tensor.tensor_class, 0) + counting.tensor_bytes(tensor)
-    classes = [WeightClass(name, size, size / model.num_layers) for name, size in total.items()]
+            sizes.setdefault(tensor.tensor_class, []).append(counting.tensor_bytes(tensor))
+    units = {name: len(of_class) if stream == "matrix" else model.num_layers for name, of_class in sizes.items()}
+    classes = [WeightClass(name, sum(of_class), sum(of_class) / units[name]) for name, of_class in sizes.items()]
     classes.append(WeightClass("head", counting.tensor_bytes(model.head), 0.0, looked_up=model.tied_head))
     if not model.tied_head:
         classes.append(WeightClass("embedding", counting.tensor_bytes(model.embedding), 0.0, streams=False, looked_up=True))

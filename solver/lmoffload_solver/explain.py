@@ -15,6 +15,7 @@ from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.program import Program
+from lmoffload_solver.rounding import Stream
 from lmoffload_solver.simulate import step_ends
 from lmoffload_solver.timeline import PlanCosts, block_timeline
 from lmoffload_solver.value import Resource, Tier, Value
@@ -107,6 +108,7 @@ def candidate_of(plan: Plan) -> Candidate:
         plan.kernels.prefill,
         plan.kernels.decode,
         plan.prefetch_depth,
+        plan.stream,
     )
 
 
@@ -120,6 +122,8 @@ def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candi
         yield "twice the micro-batches", replace(candidate, num_micro_batches=2 * candidate.num_micro_batches)
     if candidate.prefetch_depth:
         yield "no prefetch", replace(candidate, prefetch_depth=0)
+    other: Stream = "matrix" if candidate.stream == "layer" else "layer"
+    yield f"streamed by {other}", replace(candidate, stream=other)
     yield "prefetch one deeper", replace(candidate, prefetch_depth=candidate.prefetch_depth + 1)
 
 

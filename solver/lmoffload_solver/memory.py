@@ -77,20 +77,23 @@ class JobMemory:
         kv = np.array([counting.kv_bytes(model, int(length) + workload.gen_len) for length in distinct], dtype=np.int64)
         self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
         self._longest = int(lengths[0])
-        self._vectors = counting.vector_bytes(model) + pinned_bytes(model)
+        self.vectors_bytes = counting.vector_bytes(model) + pinned_bytes(model)
         self._head_bytes = ACTIVATION_BYTES * counting.matrix_size(model.head)[0]
         self._attention = max(
             2 * model.hidden_size + 5 * s.num_heads * s.key_dim + 3 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers
         )
         self._mlp = 2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size
+        attention = [2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers]
+        self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.intermediate_size)
         self._tile_bytes = PACKING_BYTES + max(_tile_bytes(*counting.matrix_size(t)) for t in model.tensors if t.is_matrix)
 
     def kv_bytes(self, block_rows: int) -> int:
         """KV of the first block."""
         return int(self._kv[min(block_rows, len(self._kv) - 1)])
 
-    def parts(self, micro_batch: int, num_micro_batches: int, threads: int, head_streams: bool) -> Parts:
-        """Parts of a plan's peak. Where the head streams in pieces, every suspended micro-batch keeps its logits."""
+    def parts(self, micro_batch: int, num_micro_batches: int, threads: int, *, head_streams: bool, layers_cut: bool) -> Parts:
+        """Parts of a plan's peak. Where the head streams in pieces, every suspended micro-batch keeps its logits; where layers are cut at
+        their matrices, it keeps what its layer has computed so far."""
         num_rows = len(self._kv) - 1
         block_rows = min(micro_batch * num_micro_batches, num_rows)
         rows = min(micro_batch, num_rows)
@@ -101,7 +104,7 @@ class JobMemory:
             "objects": self.model.num_layers * LAYER_OBJECT_BYTES
             + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN
             + num_micro_batches * GREENLET_BYTES,
-            "vectors": self._vectors,
+            "vectors": self.vectors_bytes,
             "kv": self.kv_bytes(block_rows),
             "tiles": threads * self._tile_bytes,
         }
@@ -110,17 +113,22 @@ class JobMemory:
             always,
             {
                 "prefill": {
-                    "suspended": counting.suspended_bytes(self.model, int(self._tokens[block_rows]) + padding),
+                    "suspended": self.suspended_bytes(int(self._tokens[block_rows]) + padding, layers_cut),
                     "layer": self.layer_bytes(first) + 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest,
                     "head": self.head_bytes(first, rows, block_rows, head_streams),
                 },
                 "decode": {
-                    "suspended": counting.suspended_bytes(self.model, block_rows + padding),
+                    "suspended": self.suspended_bytes(block_rows + padding, layers_cut),
                     "layer": self.layer_bytes(counting.padded(rows, multiple)),
                     "head": self.head_bytes(counting.padded(rows, multiple), rows, block_rows, head_streams),
                 },
             },
         )
+
+    def suspended_bytes(self, tokens: int, layers_cut: bool) -> int:
+        """State of suspended micro-batches of `tokens` tokens. In the middle of a layer a forward also holds a normed copy, and query
+        (with the attention's output), key and value, or the MLP's products: hidden + max(2·query + key + value, widest + intermediate)."""
+        return counting.suspended_bytes(self.model, tokens) + (ACTIVATION_BYTES * tokens * self._mid_layer if layers_cut else 0)
 
     def layer_bytes(self, tokens: int) -> int:
         """Temporaries of a decoder layer over `tokens` tokens, fp32, the larger of
@@ -160,7 +168,13 @@ def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> d
     base = plan.predicted.base_bytes if base_bytes is None else base_bytes
     job = JobMemory(model, plan.workload, base)
     head_streams = plan.weights.tensors[model.head.name].tier == "disk"
-    parts = job.parts(plan.micro_batch, plan.num_micro_batches, plan.threads["compute"], head_streams)
+    parts = job.parts(
+        plan.micro_batch,
+        plan.num_micro_batches,
+        plan.threads["compute"],
+        head_streams=head_streams,
+        layers_cut=plan.stream == "matrix",
+    )
     largest = max(parts.phases.values(), key=lambda phase: phase["suspended"] + max(phase["layer"], phase["head"]))
     return {
         **parts.always,

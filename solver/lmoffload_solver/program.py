@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lmoffload_solver.costs import Contention
 from lmoffload_solver.value import Tier
@@ -24,8 +24,8 @@ class WeightClass:
 
     name: str
     num_bytes: int
-    layer_bytes: float
-    """Mean bytes of the class in a layer; 0 outside the layers."""
+    unit_bytes: float
+    """Mean bytes of the class in what streams at once, a layer or a matrix; 0 outside the layers."""
     streams: bool = True
     """False for an embedding table that is only looked up."""
     looked_up: bool = False
@@ -44,7 +44,7 @@ class ProgramStep:
     early: bool
     """Units in the ring buffers may have been read before the step begins, while a longer step computed."""
     layer_s: float
-    """Computing of the quickest layer."""
+    """Computing of the quickest layer; 0 where layers are cut."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Choices:
     """The chain from the compute tier outward."""
     classes: tuple[WeightClass, ...]
     steps: tuple[ProgramStep, ...]
-    largest_layer_bytes: int
+    stream: Literal["layer", "matrix"]
+    """What streams at once."""
+    largest_unit_bytes: int
     prefetch_depth: int
     read_bytes_per_s: float
     contention: Contention
@@ -111,9 +113,14 @@ class Program:
             self._add(f"placed.{name}", self.pulp.lpSum(fractions.values()) == 1)
 
     def buffer_size(self) -> None:
-        """buffer: Σ_c w[c, disk]·b_c <= S, where b_c is the mean of the class over the layers: the largest layer streams no less."""
-        streamed = [c.layer_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.layer_bytes]
-        self._add("buffer", self.pulp.lpSum(streamed) <= self.buffer)
+        """buffer: Σ_c w[c, disk]·b_c <= S where layers stream, b_c the mean of class c over the layers: the largest layer streams no less.
+        buffer.c: w[c, disk]·b_c <= S where matrices stream one by one, b_c the mean of the class over its matrices."""
+        streamed = {c.name: c.unit_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.unit_bytes}
+        if self.choices.stream == "layer":
+            self._add("buffer", self.pulp.lpSum(streamed.values()) <= self.buffer)
+            return
+        for name, one in streamed.items():
+            self._add(f"buffer.{name}", one <= self.buffer)
 
     def capacity(self) -> None:
         """capacity.tier and capacity.weights: Σ_c w[c, tier]·B_c + (prefetch depth + 1)·S <= M, with M what the largest phase leaves of the
@@ -126,7 +133,7 @@ class Program:
 
     def reading(self) -> None:
         """read.e: T_e >= D − early + C_e·k·(1 − 1/d): the reader works through D and is slowed while computing lasts.
-        early: what the ring buffers may already hold, (prefetch depth + 1)·(largest layer) / R, where a longer step came before."""
+        early: what the ring buffers may already hold, (prefetch depth + 1)·(largest unit) / R, where a longer step came before."""
         slow = self._contention()
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
             rest = slow.compute * (1 - 1 / slow.read)
@@ -148,8 +155,8 @@ class Program:
         not read before the one that streamed before it is computed; at least Σ_c w[c, disk]·B_c / (bytes of a layer) layers stream."""
         if self.choices.prefetch_depth:
             return
-        layer_bytes = self.choices.largest_layer_bytes
-        in_layers = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.layer_bytes]
+        layer_bytes = self.choices.largest_unit_bytes
+        in_layers = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.unit_bytes]
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
             share = step.layer_s / layer_bytes if layer_bytes else 0.0
             row = seconds >= self._read_s() - self._early_s(step) + share * self.pulp.lpSum(in_layers)
@@ -197,7 +204,7 @@ class Program:
         return self.pulp.lpSum(streamed) * (1 / self.choices.read_bytes_per_s)
 
     def _early_s(self, step: ProgramStep) -> float:
-        return (self.choices.prefetch_depth + 1) * self.choices.largest_layer_bytes / self.choices.read_bytes_per_s if step.early else 0.0
+        return (self.choices.prefetch_depth + 1) * self.choices.largest_unit_bytes / self.choices.read_bytes_per_s if step.early else 0.0
 
     def _compute_s(self, step: ProgramStep) -> Any:
         lookups = [self.fraction[c.name][self.far] * step.lookup_s for c in self.choices.classes if c.looked_up]

@@ -8,10 +8,12 @@ disk.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import pairwise, product
+from typing import Literal
 
 import numpy as np
 
@@ -34,39 +36,72 @@ LARGER_BUFFERS = 4
 """Larger buffers tried where layers are few, evenly spread over all that fit."""
 
 
+Stream = Literal["layer", "matrix"]
+"""What streams at once: all streamed matrices of a layer, or each alone."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is computed of a layer between two switches of micro-batch: the whole layer, or from one streamed matrix to the next."""
+
+    stored: int
+    requests: int
+    computes: tuple[int, ...]
+    """Places in the layer's list of matrices."""
+
+
 @dataclass(frozen=True)
 class Level:
     """A set of a layer's matrices to stream."""
 
     aligned: int
     stored: int
-    names: frozenset[int]
+    places: frozenset[int]
     """Places in the layer's list of matrices."""
-    requests: int
+    parts: tuple[Part, ...]
+    slot: int
+    """Bytes of a ring buffer that holds its largest part."""
+
+    @property
+    def num_streaming(self) -> int:
+        return sum(part.stored > 0 for part in self.parts)
+
+    @property
+    def largest_part(self) -> int:
+        return max(part.stored for part in self.parts)
 
 
 class Ladder:
-    """The sets of matrices of one kind of layer, by bytes, ascending; of sets with equal bytes one."""
+    """The sets of matrices of one kind of layer, by bytes, ascending; of sets with equal bytes and buffer one."""
 
-    def __init__(self, matrices: tuple[TensorShape, ...]) -> None:
+    def __init__(self, matrices: tuple[TensorShape, ...], stream: Stream) -> None:
         stored = [counting.tensor_bytes(t) for t in matrices]
         aligned = [aligned_bytes(size) for size in stored]
-        levels: dict[int, Level] = {}
+        levels: dict[tuple[int, int], Level] = {}
         for chosen in _subsets(stored):
-            sizes = [stored[i] for i in sorted(chosen)]
             total = sum(aligned[i] for i in chosen)
-            if total not in levels:
-                levels[total] = Level(total, sum(sizes), chosen, num_requests(sizes))
-        self.levels = tuple(levels[size] for size in sorted(levels))
-        self.sizes = [level.aligned for level in self.levels]
+            slot = max((aligned[i] for i in chosen), default=0) if stream == "matrix" else total
+            if (total, slot) not in levels:
+                parts = tuple(_parts(stored, chosen, stream))
+                levels[total, slot] = Level(total, sum(stored[i] for i in chosen), chosen, parts, slot)
+        self.levels = tuple(levels[key] for key in sorted(levels))
+        self.whole = self.levels[-1].aligned
+        self.slots = sorted({level.slot for level in self.levels})
+        self.most_parts = max(len(level.parts) for level in self.levels)
+        self.within = cache(self._within)
 
-    def at_most(self, size: float) -> Level:
-        """The largest set of at most `size` bytes."""
-        return self.levels[bisect_right(self.sizes, size) - 1]
+    def at_most(self, buffer: int) -> Level:
+        """The largest set that a ring buffer of `buffer` bytes can stream."""
+        return self.within(buffer)[0][-1]
 
-    def at_least(self, size: float) -> Level:
-        """The smallest set of at least `size` bytes."""
-        return self.levels[min(bisect_left(self.sizes, size), len(self.levels) - 1)]
+    def at_least(self, size: float, buffer: int) -> Level:
+        """The smallest set of at least `size` bytes, or else the largest, that a ring buffer can stream."""
+        levels, sizes = self.within(buffer)
+        return levels[min(bisect_left(sizes, size), len(levels) - 1)]
+
+    def _within(self, buffer: int) -> tuple[list[Level], list[int]]:
+        levels = [level for level in self.levels if level.slot <= buffer]
+        return levels, [level.aligned for level in levels]
 
 
 @dataclass(frozen=True)
@@ -85,8 +120,9 @@ class Placement:
 
     @property
     def streams(self) -> tuple[bool, ...]:
-        """Per unit (embedding, layers, head pieces): does it stream?"""
-        return (False, *(level.stored > 0 for level in self.layers), *(size > 0 for size in self.head_pieces))
+        """Per unit (embedding, parts of layers, head pieces): does it stream?"""
+        in_layers = (part.stored > 0 for level in self.layers for part in level.parts)
+        return (False, *in_layers, *(size > 0 for size in self.head_pieces))
 
     @property
     def streamed_bytes(self) -> int:
@@ -102,24 +138,25 @@ class Placement:
 class Rounding:
     """Whole-tensor placements of a model."""
 
-    def __init__(self, model: ModelShape) -> None:
-        self.model = model
+    def __init__(self, model: ModelShape, stream: Stream = "layer") -> None:
+        self.model, self.stream = model, stream
         matrices = [counting.layer_matrices(model, layer) for layer in range(model.num_layers)]
         kinds = [tuple((t.shape, t.format) for t in tensors) for tensors in matrices]
         distinct = list(dict.fromkeys(kinds))
-        ladders = [Ladder(matrices[kinds.index(kind)]) for kind in distinct]
+        ladders = [Ladder(matrices[kinds.index(kind)], stream) for kind in distinct]
         self.ladders = tuple(ladders[distinct.index(kind)] for kind in kinds)
         self.head_bytes = counting.tensor_bytes(model.head)
         self.embedding_bytes = 0 if model.tied_head else counting.tensor_bytes(model.embedding)
         self._row_bytes = counting.row_bytes(model.head)
-        self._buffers = np.array(sorted({size for ladder in ladders for size in ladder.sizes}))
+        self._buffers = np.array(sorted({size for ladder in ladders for size in ladder.slots}))
         counts = [kinds.count(kind) for kind in distinct]
-        best = [[ladder.at_most(size) for size in self._buffers] for ladder in ladders]
+        best = [[ladder.at_most(int(size)) for size in self._buffers] for ladder in ladders]
         self._streamed = sum(np.array([lv.aligned for lv in levels]) * n for levels, n in zip(best, counts, strict=True))
-        self._units = sum(np.array([lv.stored > 0 for lv in levels]) * n for levels, n in zip(best, counts, strict=True))
-        self._largest = np.array([max(lv.stored for lv in levels) for levels in zip(*best, strict=True)])
-        self._slot = np.array([max(lv.aligned for lv in levels) for levels in zip(*best, strict=True)])
-        self.layers_aligned = sum(ladder.sizes[-1] for ladder in self.ladders)
+        self._units = sum(np.array([lv.num_streaming for lv in levels]) * n for levels, n in zip(best, counts, strict=True))
+        self._slot = np.array([max(lv.slot for lv in levels) for levels in zip(*best, strict=True)])
+        self.layers_aligned = sum(ladder.whole for ladder in self.ladders)
+        self.all_bytes = self.layers_aligned + self._homes(True, True)
+        self.num_units = sum(ladder.most_parts for ladder in self.ladders)
 
     def placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> Iterator[Placement]:
         """Different placements whose homes and ring buffers fit `budget` bytes; none where nothing fits."""
@@ -147,7 +184,7 @@ class Rounding:
         on_disk = set()
         for layer, level in enumerate(placement.layers):
             matrices = counting.layer_matrices(model, layer)
-            on_disk |= {matrices[i].name for i in level.names}
+            on_disk |= {matrices[i].name for i in level.places}
         if not placement.embedding_at_home:
             on_disk.add(model.embedding.name)
         if not placement.head_at_home:
@@ -183,12 +220,7 @@ class Rounding:
         `sparse`, all of some layers."""
         best = [ladder.at_most(buffer) for ladder in self.ladders]
         most = sum(level.aligned for level in best)
-        largest = max(level.stored for level in best)
-        pieces = self._pieces(largest, head_at_home)
-        slot = max(level.aligned for level in best)
-        slots = min(depth + 1, sum(level.stored > 0 for level in best) + (0 if head_at_home else len(pieces)))
-        if not head_at_home:
-            slot = max(slot, aligned_bytes(pieces[0]))
+        _, slots, slot = self._ring(best, depth, head_at_home)
         homes = self._homes(head_at_home, embedding_at_home)
         spare = budget - homes - (self.layers_aligned - most) - slots * slot
         goal = max(0, most - max(0, spare))
@@ -196,17 +228,22 @@ class Rounding:
         for ladder, level in zip(self.ladders, best, strict=True):
             share += level.aligned
             wanted = goal * share / most - streamed if most else 0
-            chosen = ladder.at_least(wanted) if wanted > 0 else ladder.levels[0]
+            chosen = ladder.at_least(wanted, buffer) if wanted > 0 else ladder.levels[0]
             chosen = level if chosen.aligned > level.aligned or (sparse and wanted > 0) else chosen
             layers.append(chosen)
             streamed += chosen.aligned
-        pieces = self._pieces(max(level.stored for level in layers), head_at_home)
-        slot = max(level.aligned for level in layers)
-        if not head_at_home:
-            slot = max(slot, aligned_bytes(pieces[0]))
-        slots = min(depth + 1, sum(level.stored > 0 for level in layers) + (0 if head_at_home else len(pieces)))
+        pieces, slots, slot = self._ring(layers, depth, head_at_home)
         home = homes + self.layers_aligned - streamed
-        return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot if slots else 0, home)
+        return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
+
+    def _ring(self, layers: Sequence[Level], depth: int, head_at_home: bool) -> tuple[tuple[int, ...], int, int]:
+        """Head pieces, ring buffers, and bytes of one, as the schedule makes them."""
+        pieces = self._pieces(max(level.largest_part for level in layers), head_at_home)
+        slot = max(level.slot for level in layers)
+        streaming = sum(level.num_streaming for level in layers)
+        if not head_at_home:
+            slot, streaming = max(slot, aligned_bytes(pieces[0])), streaming + len(pieces)
+        return pieces, min(depth + 1, streaming), slot if streaming else 0
 
     def _first_piece(self, largest: int) -> int:
         rows = max(1, min(self.head_bytes // self._row_bytes, (largest or HEAD_PIECE_BYTES) // self._row_bytes))
@@ -219,6 +256,14 @@ class Rounding:
         piece = self._first_piece(largest)
         whole, rest = divmod(self.head_bytes, piece)
         return (piece,) * whole + ((rest,) if rest else ())
+
+
+def _parts(stored: list[int], chosen: frozenset[int], stream: Stream) -> Iterator[Part]:
+    """The parts of `schedule.units_of`: cut before every streamed matrix but the first, or not at all."""
+    cuts = sorted(chosen)[1:] if stream == "matrix" else []
+    for first, end in pairwise([0, *cuts, len(stored)]):
+        sizes = [stored[i] for i in range(first, end) if i in chosen]
+        yield Part(sum(sizes), num_requests(sizes), tuple(range(first, end)))
 
 
 def _subsets(stored: list[int]) -> Iterator[frozenset[int]]:

@@ -12,6 +12,7 @@ import heapq
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import Infeasible, Optimal, Outcome, TimedOut
 from lmoffload_solver.program import Program
+from lmoffload_solver.rounding import Stream
 from lmoffload_solver.shortage import infeasible
 from lmoffload_solver.threads import compute_choices
 from lmoffload_solver.workload import Limits, Workload
@@ -41,15 +43,16 @@ SAME = 1e-9
 class Domain:
     """What the search chooses from.
 
-    micro-batch: 2^i, 3·2^i, and the job cut into 1 to 4 equal parts; number of micro-batches: 2^i, 3·2^i up to 64, and the job cut into 1
-    to 4 equal blocks; prefetch depth 0 to 4; every measured number of compute threads; every measured kernel of the model's main format,
-    per phase. Limits fix a choice. A block larger than the job is the job.
+    Micro-batch: 2^i, 3·2^i, and the job cut into 1 to 4 equal parts. Number of micro-batches: 2^i, 3·2^i up to 64, and the job cut into 1
+    to 4 equal blocks. Prefetch depth 0 to 4. Layers streamed whole or matrix by matrix. Every measured number of compute threads. Per
+    phase every measured kernel of the model's main format. Limits fix a choice. A block larger than the job is the job.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
     """(micro-batch, number of micro-batches)."""
     threads: tuple[int, ...]
     depths: tuple[int, ...]
+    streams: tuple[Stream, ...] = ("layer", "matrix")
 
     @staticmethod
     def of(model: ModelShape, machine: MachineProfile, workload: Workload, limits: Limits) -> Domain:
@@ -159,9 +162,10 @@ class Search:
                 if not self.evaluator.may_fit(size, count, threads):
                     continue
                 decodes = self.evaluator.kernels(size, count, threads, "decode")
-                for prefill in self.evaluator.kernels(size, count, threads, "prefill"):
-                    for decode in decodes:
-                        candidate = Candidate(size, count, threads, prefill, decode, 0)
+                prefills = self.evaluator.kernels(size, count, threads, "prefill")
+                for prefill, decode, stream in product(prefills, decodes, self.domain.streams):
+                    candidate = Candidate(size, count, threads, prefill, decode, 0, stream)
+                    if stream == "layer" or not self.evaluator.all_fits(candidate):
                         for depth, bound in zip(self.domain.depths, self.evaluator.bound_s(candidate, depths), strict=True):
                             if np.isfinite(bound):
                                 yield float(bound), replace(candidate, prefetch_depth=depth)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmoffload_solver.evaluate import Evaluator
+from lmoffload_solver.evaluate import Candidate, Evaluator
 from lmoffload_solver.outcome import Infeasible
 
 
 def infeasible(evaluator: Evaluator, micro_batches: Sequence[tuple[int, int]], threads: Sequence[int]) -> Infeasible:
     """Which capacity the plan that needs least lacks most of, and one sentence of advice."""
-    placement = evaluator.rounding.least()
-    head_streams = not placement.head_at_home
-    options = [evaluator.memory.parts(size, count, min(threads), head_streams) for size, count in micro_batches]
-    least = min(options, key=lambda parts: parts.total)
+    options = []
+    for stream, rounding in evaluator.roundings.items():
+        placed = rounding.least()
+        for size, count in micro_batches:
+            candidate = Candidate(size, count, min(threads), "", "", 0, stream)
+            options.append((evaluator.parts(candidate, placed.head_at_home), placed))
+    least, placement = min(options, key=lambda option: option[0].total + option[1].memory_bytes)
+    least_weights = min(placed.memory_bytes for _, placed in options)
     memory = evaluator.capacity.memory_bytes
     weights = evaluator.capacity.weights_bytes
     short_memory = least.total + placement.memory_bytes - memory
-    short_weights = 0 if weights is None else placement.memory_bytes + evaluator.vectors_bytes - weights
+    short_weights = 0 if weights is None else least_weights + evaluator.vectors_bytes - weights
     if short_weights > 0 and short_weights >= short_memory:
         assert weights is not None
         needed = weights + short_weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, Step, StepSeconds, blocks_of
 from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, disk_of, num_requests
 from lmoffload_solver.machine import MachineProfile
@@ -51,7 +52,8 @@ class PlanCosts:
         if unit.kind == "embed":
             return seconds.lookup if self._table_on_disk else 0.0
         if unit.layer is not None:
-            return seconds.layers[self.job.kind_of_layer[unit.layer]]
+            names = [tensor.name for tensor in counting.layer_matrices(self.job.model, unit.layer)]
+            return self.job.part_seconds(unit.layer, seconds, [names.index(name) for name in unit.computes], unit.kind == "layer")
         share = (unit.end_row - unit.first_row) / self._head_rows
         return seconds.head * share + seconds.piece + (seconds.around if unit is self.units[-1] else 0.0)
 

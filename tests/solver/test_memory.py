@@ -18,7 +18,7 @@ from tests.solver.toys import MIB, make_machine, make_model, make_work
 def test_parts_of_a_toy() -> None:
     work = Workload(prompts=(PromptGroup(length=10, count=3), PromptGroup(length=6, count=2)), gen_len=2)
     job = JobMemory(make_model(), work, 1000)
-    parts = job.parts(2, 2, 1, head_streams=False)
+    parts = job.parts(2, 2, 1, head_streams=False, layers_cut=False)
     assert parts.always["base"] == 1000
     assert parts.always["vectors"] == 5 * 64 * 4
     assert parts.always["kv"] == 4 * 256 * (12 + 12 + 12 + 8), "the four longest, each with room for its prompt and two more"
@@ -34,8 +34,14 @@ def test_parts_of_a_toy() -> None:
 
 def test_a_streamed_head_keeps_every_logit() -> None:
     job = JobMemory(make_model(), make_work(count=16), 1000)
-    streamed, whole = (job.parts(2, 8, 1, flag).phases["decode"]["head"] for flag in (True, False))
+    streamed, whole = (job.parts(2, 8, 1, head_streams=flag, layers_cut=False).phases["decode"]["head"] for flag in (True, False))
     assert streamed - whole == (16 - 2) * 256 * 4
+
+
+def test_a_cut_layer_keeps_what_it_has_computed() -> None:
+    job = JobMemory(make_model(), make_work(count=16), 1000)
+    cut, whole = (job.suspended_bytes(10, flag) for flag in (True, False))
+    assert cut - whole == 10 * 4 * (64 + max(2 * 64 + 32 + 32, 128 + 128))
 
 
 def test_a_fused_product_is_held_twice() -> None:
@@ -48,11 +54,11 @@ def test_a_fused_product_is_held_twice() -> None:
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 3))
 def test_larger_blocks_need_more(size: int, count: int, threads: int) -> None:
     job = JobMemory(make_model(windows=(None, 7)), make_work(count=100), 1000)
-    here = job.parts(size, count, threads, False).total
-    assert here < job.parts(size + 1, count, threads, False).total
-    assert here < job.parts(size, count + 1, threads, False).total
-    assert here < job.parts(size, count, threads + 1, False).total
-    assert here <= job.parts(size, count, threads, True).total
+    here = job.parts(size, count, threads, head_streams=False, layers_cut=False).total
+    assert here < job.parts(size + 1, count, threads, head_streams=False, layers_cut=False).total
+    assert here < job.parts(size, count + 1, threads, head_streams=False, layers_cut=False).total
+    assert here < job.parts(size, count, threads + 1, head_streams=False, layers_cut=False).total
+    assert here <= job.parts(size, count, threads, head_streams=True, layers_cut=False).total
 
 
 def test_breakdown_adds_up_to_the_plans_peak() -> None:

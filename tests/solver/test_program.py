@@ -17,7 +17,7 @@ STEPS = (ProgramStep("0.0", 1.0, 30.0, 0.0, False, 1.0), ProgramStep("0.1", 10.0
 def make_choices(memory: int, *, depth: int = 1, contention: Contention | None = None, weights: int | None = None) -> Choices:
     """Ten layers of 60 + 40 bytes and a head of 200, read at 100 bytes/s."""
     classes = (WeightClass("attention", 400, 40.0), WeightClass("mlp", 600, 60.0), WeightClass("head", 200, 0.0))
-    return Choices(("host", "disk"), classes, STEPS, 100, depth, 100.0, contention or Contention(), memory, weights)
+    return Choices(("host", "disk"), classes, STEPS, "layer", 100, depth, 100.0, contention or Contention(), memory, weights)
 
 
 def test_all_at_home() -> None:
@@ -52,6 +52,16 @@ def test_rows_are_named() -> None:
     placed = {"placed.attention", "placed.mlp", "placed.head"}
     steps = {f"{family}.{step.name}" for family in ("read", "busy", "serial") for step in STEPS}
     assert rows == placed | steps | {"buffer", "capacity.host", "capacity.weights"}
+
+
+def test_matrices_have_rows_of_their_own() -> None:
+    program = Program(replace(make_choices(600), stream="matrix"))
+    assert {"buffer.attention", "buffer.mlp"} <= set(program.rows)
+    solution = program.solve()
+    assert solution is not None
+    # A buffer holds either class's unit, 40·a = 60·m: 1000 − 400·a − 600·m + 2·60·m = 600 with the head on disk, m = 0.37037.
+    assert solution.buffer_bytes == pytest.approx(60 * 0.37037, abs=1e-3)
+    assert solution.total_s == pytest.approx(30 + 10 * (2 + 12 * 0.37037), abs=1e-3)
 
 
 def test_too_little_memory_is_infeasible() -> None:

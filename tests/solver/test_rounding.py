@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lmoffload_solver import counting
 from lmoffload_solver.memory import placeable
 from lmoffload_solver.outcome import Optimal
-from lmoffload_solver.rounding import Placement, Rounding
+from lmoffload_solver.rounding import Placement, Rounding, Stream
 from lmoffload_solver.schedule import aligned_bytes, num_slots, slot_bytes, units_of
 from lmoffload_solver.search import solve
 from lmoffload_solver.workload import Limits
@@ -36,6 +36,24 @@ def test_least_is_a_single_buffer() -> None:
     assert least.memory_bytes == sum(aligned_bytes(size) for size in (16384, 8192, 8192, 16384, 32768, 32768, 32768))
 
 
+def test_matrices_one_by_one_need_the_largest_alone() -> None:
+    least = Rounding(make_model(), "matrix").least()
+    assert least.memory_bytes == aligned_bytes(32768)
+    # The first matrix begins the layer; the six others begin parts of their own.
+    assert [part.computes for part in least.layers[0].parts] == [(i,) for i in range(7)]
+    assert sum(least.streams) == 4 * 7 + 2, "the head is cut into pieces of the largest matrix"
+
+
+def test_a_resident_matrix_belongs_to_the_part_before_it() -> None:
+    ladder = Rounding(make_model(), "matrix").ladders[0]
+    (level,) = [level for level in ladder.levels if level.aligned == aligned_bytes(8192) + aligned_bytes(32768)]
+    first, second = sorted(level.places)
+    assert [part.computes for part in level.parts] == [tuple(range(second)), tuple(range(second, 7))]
+    assert (first, second) == (2, 6)
+    assert [part.stored for part in level.parts] == [8192, 32768]
+    assert level.slot == aligned_bytes(32768)
+
+
 def test_head_is_cut_as_the_schedule_cuts_it() -> None:
     rounding = Rounding(make_model(vocab=1000))
     assert rounding._pieces(LAYER, head_at_home=False) == (576 * 256, 424 * 256)
@@ -50,10 +68,11 @@ def test_head_is_cut_as_the_schedule_cuts_it() -> None:
     st.booleans(),
     st.booleans(),
     st.integers(1, 12),
+    st.sampled_from(["layer", "matrix"]),
 )
-def test_placements_fit_and_are_even(budget: int, depth: int, head_at_home: bool, tied: bool, num_layers: int) -> None:
+def test_placements_fit_and_are_even(budget: int, depth: int, head_at_home: bool, tied: bool, num_layers: int, stream: Stream) -> None:
     model = make_model(num_layers, hidden=128, tied=tied)
-    rounding = Rounding(model)
+    rounding = Rounding(model, stream)
     for placement in rounding.placements(budget, depth, head_at_home):
         assert placement.memory_bytes <= budget
         assert placement.head_at_home == head_at_home
@@ -86,14 +105,15 @@ def test_a_budget_between_two_sets_alternates() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stored", ["fp32", "bf16"])
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.6, 0.9])
 def test_the_schedule_streams_what_was_placed(tied: bool, stored: str, share: float) -> None:
     model = make_model(8, 256, 512, vocab=2000, stored=stored, tied=tied)
     outcome = solve(model, make_machine(), make_work(), Limits(weights_memory_share=share))
     assert isinstance(outcome, Optimal)
     plan = outcome.plan
+    assert plan.stream == ("matrix" if share == 0.1 else "layer")
     units = units_of(model, plan)
-    rounding = Rounding(model)
+    rounding = Rounding(model, plan.stream)
     on_disk = {name for name, t in plan.weights.tensors.items() if t.tier == "disk"}
     streamed = sum(counting.tensor_bytes(model.by_name[n]) for n in on_disk if n != model.embedding.name or tied)
     assert counting.moved_bytes(units) == streamed

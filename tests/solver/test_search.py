@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from lmoffload_solver import memory
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.evaluate import Evaluator
+from lmoffload_solver.evaluate import Candidate, Evaluator
 from lmoffload_solver.explain import candidate_of
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
@@ -53,14 +56,15 @@ works = st.builds(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=3),
     st.integers(1, 12),
 )
+small_works = st.builds(make_work, st.integers(1, 7), st.integers(1, 60), st.integers(1, 9))
 all_limits = st.builds(
     Limits,
-    weights_memory_share=st.sampled_from([None, 0.4, 0.8]),
+    weights_memory_share=st.sampled_from([None, 0.1, 0.4, 0.8]),
     host_memory_bytes=st.sampled_from([None, 13 * MIB]),
     micro_batch=st.sampled_from([None, 3]),
     num_micro_batches=st.sampled_from([None, 2]),
 )
-slow = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 @slow
@@ -107,8 +111,8 @@ def assert_infeasible_by(outcome: Infeasible, model: ModelShape, machine: Machin
     assert isinstance(solve(model, machine.model_copy(update={"host": host}), work, less), Infeasible)
 
 
-@slow
-@given(models, machines, works)
+@settings(slow, max_examples=12)
+@given(models, machines, small_works)
 def test_search_finds_what_trying_everything_finds(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
     outcome = solve(model, machine, work, Limits())
     evaluator = Evaluator(model, machine, disk_of(machine, None), work, Limits())
@@ -128,19 +132,14 @@ def test_search_finds_what_trying_everything_finds(model: ModelShape, machine: M
     assert len(list(search.bounds())) <= len(list(every_candidate(evaluator, domain)))
 
 
-def every_candidate(evaluator: Evaluator, domain: Domain):  # type: ignore[no-untyped-def]
+def every_candidate(evaluator: Evaluator, domain: Domain) -> Iterator[tuple[float, Candidate]]:
     """The whole domain by plain loops, each with its closed-form bound."""
-    from lmoffload_solver.evaluate import Candidate
-
-    for threads in domain.threads:
-        kernels = {curve.kernel for curve in evaluator.machine.linear if curve.format == evaluator.model.head.format}
-        for size, count in domain.micro_batches:
-            for prefill in kernels:
-                for decode in kernels:
-                    candidate = Candidate(size, count, threads, prefill, decode, 0)
-                    bounds = evaluator.bound_s(candidate, np.array(domain.depths, dtype=float))
-                    for depth, bound in zip(domain.depths, bounds, strict=True):
-                        yield bound, Candidate(size, count, threads, prefill, decode, depth)
+    kernels = {curve.kernel for curve in evaluator.machine.linear if curve.format == evaluator.model.head.format}
+    depths = np.array(domain.depths, dtype=float)
+    for threads, (size, count), prefill, decode, stream in product(domain.threads, domain.micro_batches, kernels, kernels, domain.streams):
+        candidate = Candidate(size, count, threads, prefill, decode, 0, stream)
+        for depth, bound in zip(domain.depths, evaluator.bound_s(candidate, depths), strict=True):
+            yield float(bound), replace(candidate, prefetch_depth=depth)
 
 
 @slow
@@ -159,10 +158,14 @@ def test_closed_form_program_and_simulation_are_in_order(model: ModelShape, mach
 
 
 @slow
-@given(models, machines, st.integers(1, 20), st.integers(1, 30), st.integers(1, 6))
-def test_a_plan_walked_task_by_task(model: ModelShape, machine: MachineProfile, count: int, length: int, gen_len: int) -> None:
+@given(models, machines, st.integers(1, 20), st.integers(1, 30), st.integers(1, 6), st.sampled_from([0.2, 0.6]))
+def test_a_plan_walked_task_by_task(
+    model: ModelShape, machine: MachineProfile, count: int, length: int, gen_len: int, share: float
+) -> None:
     """The search's unit-wise times are those of the schedule's tasks, for a job of one block."""
-    outcome = solve(model, machine, make_work(count, length, gen_len), Limits(micro_batch=3, num_micro_batches=7, weights_memory_share=0.6))
+    outcome = solve(
+        model, machine, make_work(count, length, gen_len), Limits(micro_batch=3, num_micro_batches=7, weights_memory_share=share)
+    )
     assume(isinstance(outcome, Optimal))
     plan = outcome.plan
     costs = PlanCosts(model, machine, plan, steps=Evaluator(
