@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch, Row
 from lmoffload.executor.reader import DiskReader, Reading
 from lmoffload.executor.weights import WeightStore
-from lmoffload.kernels.linear import KERNELS, kernels_for
+from lmoffload.kernels.linear import KERNELS
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Task, Unit, block_tasks
@@ -87,8 +88,10 @@ class BlockRunner:
                 batch.abandon()
                 batch.release()
 
-    def _kernel(self, planned: str) -> Callable[[str], str]:
-        return lambda format_name: planned if format_name in KERNELS[planned].formats else kernels_for(format_name)[0]
+
+def phase_kernel(planned: str, format_name: str) -> str:
+    """The planned kernel where it takes the format, else one that takes every format."""
+    return planned if format_name in KERNELS[planned].formats else "fused_dot"
 
 
 class _Walk:
@@ -123,7 +126,8 @@ class _Walk:
                 runner._weights.bind(unit, task.slot)
                 self._bound = (task.step, task.unit)
             prefill = task.step == 0
-            runner._runtime.kernel = runner._kernel(runner._plan.kernels.prefill if prefill else runner._plan.kernels.decode)
+            planned = runner._plan.kernels.prefill if prefill else runner._plan.kernels.decode
+            runner._runtime.kernel = partial(phase_kernel, planned)
             runner._runtime.batch = batch
             if unit.kind == "embed":
                 reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 
 import torch
+
+HUGE_PAGE_BYTES = 2 * 2**20
+"""Reading weights and keys from huge pages is 10 to 18 % faster (docs/log.md)."""
 
 
 class Slab:
@@ -13,5 +17,8 @@ class Slab:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+        if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from lmoffload.executor import process
-from lmoffload.executor.block import BlockRunner
+from lmoffload.executor.block import BlockRunner, phase_kernel
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch, Row, make_row
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.weights import WeightStore
-from lmoffload.kernels.linear import KERNELS, kernels_for, verify_row_invariance
+from lmoffload.kernels.linear import verify_row_invariance
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
@@ -29,7 +29,6 @@ from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.value import Kind, Resource
-from lmoffload_solver.workload import Workload
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint
@@ -260,17 +259,6 @@ class Engine:
                 if case not in checked:
                     checked.add(case)
                     verify_row_invariance(kernel, tensor.format, min(tensor.shape[-2], 512), tensor.shape[-1])
-
-
-def phase_kernel(planned: str, format_name: str) -> str:
-    """The planned kernel where it takes the format, else the format's first one."""
-    return planned if format_name in KERNELS[planned].formats else kernels_for(format_name)[0]
-
-
-def workload_of(requests: Sequence[Request]) -> Workload:
-    """The workload that these requests are."""
-    longest = max((request.max_new_tokens for request in requests), default=1)
-    return Workload.of_lengths([len(request.token_ids) for request in requests], longest)
 
 
 def _completion(row: Row) -> Completion:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lmoffload.executor.buffers import Slab
 from lmoffload_solver.model import LayerShape
 
 
@@ -35,8 +36,8 @@ class LayerCache:
         heads = shape.num_kv_heads
         return LayerCache(
             shape,
-            torch.empty(int(begins[-1]) * heads * shape.key_dim),
-            torch.empty(int(begins[-1]) * heads * shape.value_dim),
+            _floats(int(begins[-1]) * heads * shape.key_dim),
+            _floats(int(begins[-1]) * heads * shape.value_dim),
             begins[:-1] * heads * shape.key_dim,
             begins[:-1] * heads * shape.value_dim,
             capacities,
@@ -68,6 +69,10 @@ class LayerCache:
             first = starts[rows] // dim + places
             index = first[:, None] + heads[None, :] * capacities[:, None]
             flat.view(-1, dim)[torch.from_numpy(index.reshape(-1))] = new.reshape(-1, dim)
+
+
+def _floats(count: int) -> torch.Tensor:
+    return Slab(4 * count).bytes.view(torch.float32)[:count]
 
 
 class KVCache:

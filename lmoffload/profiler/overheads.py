@@ -129,9 +129,12 @@ def _without_products(config: Any) -> Any:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out[:, : x.shape[1]]
 
-    class FreeRuntime:
+    class FreeBatch:
         def attend(self, _layer: int, query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
             return query
+
+    class FreeRuntime:
+        batch = FreeBatch()
 
     model = build_model(config)
     for name, module in list(model.named_modules()):

@@ -13,7 +13,7 @@ TOLD = (
     "amx_bf16", "amx_int8", "asimd", "asimddp", "fphp", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
 """Instruction sets that products of matrices may use, as the kernel names them."""
-PACKAGES = ("lmoffload", "torch", "transformers", "numba", "numpy", "scipy", "greenlet")
+PACKAGES = ("lmoffload", "torch", "transformers", "llvmlite", "numpy", "scipy", "greenlet")
 
 
 def host_processor(cores: int, root: Path = Path("/")) -> Processor:

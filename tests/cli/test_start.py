@@ -15,7 +15,7 @@ from lmoffload.profiler.store import save_profile
 from tests.cli.conftest import Call
 from tests.cli.machines import machine
 
-HEAVY = ("torch", "transformers", "numpy", "scipy", "pydantic", "pulp", "numba", "rich.progress")
+HEAVY = ("torch", "transformers", "numpy", "scipy", "pydantic", "pulp", "llvmlite", "rich.progress")
 
 
 def _seconds(command: list[str]) -> float:
