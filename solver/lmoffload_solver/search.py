@@ -18,6 +18,7 @@ import numpy as np
 
 from lmoffload_solver.assemble import Found, assemble
 from lmoffload_solver.costs import disk_of
+from lmoffload_solver.errors import StatedError
 from lmoffload_solver.evaluate import Candidate, Evaluator
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
@@ -94,9 +95,11 @@ def solve(
         model_fingerprint: digest of the checkpoint, kept in the plan; the shape's own unless given.
 
     Raises:
-        StatedError: the machine profile lacks a disk or a curve that the plan needs.
+        StatedError: the machine profile lacks a disk or a curve that the plan needs, or the goal is not throughput.
     """
     begin = time.perf_counter()
+    if workload.goal != "throughput":
+        raise StatedError(f"Plans for the goal {workload.goal!r} are not made yet; use the goal throughput.")
     disk = disk_of(machine, file_system)
     domain = Domain.of(model, machine, workload, limits)
     evaluator = Evaluator(model, machine, disk, workload, limits)

@@ -256,7 +256,9 @@ def test_only_one_token() -> None:
     assert predicted.tokens_per_s == pytest.approx(8 / predicted.prefill_s)
 
 
-def test_unknown_format_and_disk() -> None:
+def test_unknown_format_disk_and_goal() -> None:
+    with pytest.raises(StatedError, match="latency"):
+        solve(make_model(), make_machine(), make_work().model_copy(update={"goal": "latency"}), Limits())
     with pytest.raises(StatedError, match="q8_0"):
         solve(make_model(stored="q8_0"), make_machine(), make_work(), Limits())
     with pytest.raises(StatedError, match="/elsewhere"):
