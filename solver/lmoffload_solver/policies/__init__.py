@@ -1,0 +1,1 @@
+"""Other systems' policies, each with its own system's model and rules."""
