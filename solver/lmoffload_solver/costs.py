@@ -30,6 +30,9 @@ COMPUTE_RESOURCE: dict[Tier, Resource] = {"device": "device", "host": "host_comp
 READ_RESOURCE: dict[Tier, Resource] = {"disk": "disk_read", "host": "upload"}
 """The server that moves bytes from a tier one step nearer to the compute tier."""
 
+ANY_FORMAT_KERNEL = "fused_dot"
+"""The kernel that the executor takes for a stored format that a phase's kernel does not take."""
+
 ACTIVITY_NAMES: dict[Resource, frozenset[str]] = {
     "disk_read": frozenset({"disk_read", "disk_io", "disk"}),
     "host_compute": frozenset({"host_compute", "compute"}),
@@ -122,9 +125,10 @@ class LinearCosts:
         return tuple(dict.fromkeys(kernel for kernel, fmt in self._curves if fmt == format_name))
 
     def kernel_for(self, kernel: str, format_name: str) -> str:
-        """`kernel`, or where it was not measured for this format the first that was."""
-        if (kernel, format_name) in self._curves:
-            return kernel
+        """`kernel`, or where it was not measured for this format the kernel that takes every format, or the first that was measured."""
+        for name in (kernel, ANY_FORMAT_KERNEL):
+            if (name, format_name) in self._curves:
+                return name
         return self.kernels(format_name)[0]
 
     def rate(self, kernel: str, format_name: str, n: int, k: int, tokens: Array) -> Array:

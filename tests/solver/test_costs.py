@@ -40,6 +40,10 @@ def test_a_kernel_that_does_not_take_a_format_is_replaced() -> None:
     costs = LinearCosts(make_machine().linear, 2)
     assert costs.kernel_for("narrow", "bf16") == "narrow"
     assert costs.kernel_for("narrow", "fp32") == "wide"
+    curves = [
+        LinearCurve(kernel=name, format="fp32", threads=1, n=8, k=8, flops_per_s=curve((4,), (1e9,))) for name in ("fp32", "fused_dot")
+    ]
+    assert LinearCosts(curves, 1).kernel_for("widen_tiles", "fp32") == "fused_dot", "as the executor chooses"
 
 
 def test_disk_reads_by_size_and_requests_in_flight() -> None:
