@@ -133,7 +133,7 @@ class Engine:
         began = time.perf_counter()
         for number, block in enumerate(blocks):
             num_steps = max(row.request.max_new_tokens for batch in block for row in batch.rows)
-            full = len(block) == self.plan.num_micro_batches and all(len(batch.rows) == self.plan.micro_batch for batch in block)
+            full = sum(len(batch.rows) for batch in block) == sum(len(batch.rows) for batch in blocks[0])
             for step, finished in self._blocks.run(block, num_steps, full, self._stop_ids, self._decode):
                 for row in finished:
                     finish(places[id(row)], _completion(row))
