@@ -64,6 +64,7 @@ class Engine:
 
         if plan.model.digest != checkpoint.fingerprint:
             raise StatedError(f"The plan was made for the model {plan.model.name!r}, not for {checkpoint.shape.name!r}: make a new plan.")
+        self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
         process.reset_peak()
         self.plan, self.shape = plan, checkpoint.shape
@@ -190,9 +191,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End every thread; the engine cannot be used afterwards."""
+        """End every thread and give torch back its own; the engine cannot be used afterwards."""
         self._reader.close()
         self._pool.close()
+        torch.set_num_threads(self._torch_threads)
 
     def __enter__(self) -> Engine:
         return self
