@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmoffload.profiler.curves import least_squares
-from lmoffload.profiler.samples import repeat, summarize
+from lmoffload.profiler.samples import repeat, summarize, timed
 from lmoffload.profiler.tiny import LINEARS_PER_LAYER, decode_times, write_tiny_checkpoint
 from lmoffload_solver import counting
 from lmoffload_solver.machine import Overheads
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 FEW_ROWS, MANY_ROWS = 4, 32
 ENGINE_RUNS = 2
+LEAST_CALLS = 20
+PAUSE_S = 150e-6
+"""The caller's own work between two products of a small layer."""
 SMALL_KERNEL = "fused_dot"
 """The kernel that plans choose where few rows make fixed costs count."""
 ELEMENTWISE_TOKENS = (64, 128, 256, 512)
@@ -26,13 +30,15 @@ HIDDEN, INTERMEDIATE = 576, 1536
 
 
 def measure_overheads(
-    pool: Pool, budget_s: float, random_read_s: float, *, quick: bool, tell: Callable[[str], None] = lambda what: None
+    pools: Sequence[Pool], budget_s: float, random_read_s: float, *, quick: bool, tell: Callable[[str], None] = lambda what: None
 ) -> Overheads:
-    """Every fixed cost; `pool` has the threads of a run."""
+    """Every fixed cost; those of a layer and a step with the last of `pools`."""
     from lmoffload.checkpoint import open_checkpoint
 
     tell("a linear layer's hand-over")
-    call_s = linear_call_s(pool, budget_s * 0.1)
+    pool = pools[-1]
+    calls_s = {each.threads: linear_call_s(each, budget_s * 0.1 / len(pools)) for each in pools}
+    call_s = calls_s[pool.threads]
     tell("norms, rotary embedding, activation and residuals")
     rate = elementwise_bytes_per_s(budget_s * 0.3)
     tell("a tiny model's layers and steps")
@@ -50,22 +56,38 @@ def measure_overheads(
         layer_s=max(0.0, layer_s - LINEARS_PER_LAYER * call_s),
         step_s=max(0.0, few - FEW_ROWS * row_s - call_s),
         row_s=row_s,
-        linear_call_s=call_s,
+        linear_call_s=calls_s,
         elementwise_bytes_per_s=rate,
         random_read_s=random_read_s,
     )
 
 
 def linear_call_s(pool: Pool, budget_s: float) -> float:
-    """Seconds of a linear layer so small that handing it to the pool is all that it costs."""
+    """Seconds that a linear layer costs beside its product: the call itself, and what a product loses because the pool has fallen asleep
+    while the caller worked on its own between two products of a real layer."""
+    call = product_s(pool, 16, 16, budget_s / 3, PAUSE_S)
+    awake, asleep = (product_s(pool, INTERMEDIATE, HIDDEN, budget_s / 3, pause_s) for pause_s in (0.0, PAUSE_S))
+    return call + (max(0.0, asleep - awake) if pool.threads > 1 else 0.0)
+
+
+def product_s(pool: Pool, n: int, k: int, budget_s: float, pause_s: float) -> float:
+    """Median seconds of a linear layer [n, k], fp32 weights in the cache, over four rows, each after a pause with the caller busy."""
     import torch
 
     from lmoffload.kernels.linear import linear
     from lmoffload.kernels.matrix import Matrix
 
-    weight = torch.ones(64 * pool.threads, 16).view(torch.uint8).view(-1)
-    matrix, x = Matrix(weight, "fp32", 64 * pool.threads, 16), torch.ones(4, 16)
-    return repeat(partial(linear, x, matrix, SMALL_KERNEL, pool), budget_s, at_least=20, at_most=5000).median_s
+    matrix, x = Matrix(torch.ones(n, k).view(torch.uint8).view(-1), "fp32", n, k), torch.ones(4, k)
+    call = partial(linear, x, matrix, SMALL_KERNEL, pool)
+    call()
+    times_s: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(times_s) < LEAST_CALLS or time.perf_counter() < end_s:
+        resume_s = time.perf_counter() + pause_s
+        while time.perf_counter() < resume_s:
+            pass
+        times_s.append(timed(call))
+    return summarize(times_s).median_s
 
 
 def elementwise_bytes_per_s(budget_s: float) -> float:

@@ -105,7 +105,7 @@ def _measure(
     links, link_remarks = link_curves(clock.start("links"), tell)
     linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=formats, tell=tell)
     attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
-    overheads = measure_overheads(pools[-1], clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
+    overheads = measure_overheads(pools, clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
     contention = measure_contention(disk_path, pools[-1], clock.start("contention"), disk_threads(readings.disk), tell)
     slowdown, thread_remarks = _default_threads(pools[-1], clock.start("default threads"))
     steady_remarks = _unsteady_remarks(memory, linear, attention)

@@ -57,7 +57,7 @@ def _machine(machine: MachineProfile) -> Table:
     rows += [
         ("a layer's fixed cost", format_seconds(overheads.layer_s)),
         ("a step's fixed cost", format_seconds(overheads.step_s)),
-        ("one call of the pool", format_seconds(overheads.linear_call_s)),
+        *((f"handing on a product, {threads} threads", format_seconds(cost)) for threads, cost in overheads.linear_call_s.items()),
         ("the process itself", format_bytes(machine.base_bytes)),
     ]
     if machine.default_threads_slowdown is not None:

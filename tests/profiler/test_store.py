@@ -28,7 +28,7 @@ def a_profile() -> MachineProfile:
         disks=(Disk(file_system="/", device="toy", read=(), direct=True, cache_excluded=True, free_bytes=0),),
         linear=(),
         attention=(),
-        overheads=Overheads(layer_s=0, step_s=0, row_s=0, linear_call_s=0, elementwise_bytes_per_s=1, random_read_s=0),
+        overheads=Overheads(layer_s=0, step_s=0, row_s=0, linear_call_s={1: 0}, elementwise_bytes_per_s=1, random_read_s=0),
         base_bytes=1,
     )
 
