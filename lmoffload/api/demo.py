@@ -14,7 +14,7 @@ from lmoffload.errors import StatedError
 from lmoffload.report.plan import plan_tables
 from lmoffload.report.progress import ProgressBar
 from lmoffload.report.run import run_tables
-from lmoffload.report.tables import facts, show
+from lmoffload.report.tables import grid, show
 from lmoffload.units import format_bytes, format_seconds
 from lmoffload_solver.counting import weights_bytes
 from lmoffload_solver.report import RunReport
@@ -73,7 +73,7 @@ def run_demo(name: str | None) -> None:
     for question, answer in zip(QUESTIONS, answers, strict=True):
         print(f"   > {question}\n   {' '.join(answer.split())}\n")
     show(run_tables(report))
-    print("\nTokens per second count what was really generated: an answer that ends early makes fewer than planned.")
+    print("\nAn answer that ends early makes fewer tokens than planned, so fewer per second.")
     _compare(machine, offloaded, workload, text, answers, report)
 
 
@@ -88,13 +88,16 @@ def _compare(
     rows = [
         (
             name,
-            f"{run.measured.tokens_per_s:.2f} tokens/s (predicted {run.predicted.tokens_per_s:.2f}), "
-            f"a decode step {format_seconds(run.measured.step_s)}, {format_bytes(sum(run.resident_bytes.values()))} of weights kept, "
-            f"{format_bytes(run.bytes_read)} read from disk",
+            f"{run.measured.tokens_per_s:.2f}",
+            f"{run.predicted.tokens_per_s:.2f}",
+            format_seconds(run.measured.step_s),
+            format_bytes(sum(run.resident_bytes.values())),
+            format_bytes(run.bytes_read),
         )
         for name, run in (("offloaded", report), ("all in memory", resident))
     ]
-    show([facts("Every answer is the same, to the letter.", rows)])
+    columns = ("weights", "tokens/s", "predicted", "a decode step", "kept", "read")
+    show([grid("Every answer is the same, to the letter.", columns, rows)])
 
 
 def _workload(text: Text) -> Workload:

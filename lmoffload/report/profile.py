@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import RenderableType
-from rich.table import Table
 
 from lmoffload.report.tables import facts, grid
-from lmoffload.units import format_bytes, format_rate, format_seconds
+from lmoffload.units import format_bytes, format_number, format_rate, format_seconds
 from lmoffload_solver.machine import Curve, Disk, LinearCurve, MachineProfile
 
 SHOWN_ROWS = (4, 16, 64, 256, 1024)
@@ -43,7 +42,7 @@ def profile_tables(machine: MachineProfile) -> Iterator[RenderableType]:
     yield from (f"[yellow]{remark}[/yellow]" for remark in machine.remarks)
 
 
-def _machine(machine: MachineProfile) -> Table:
+def _machine(machine: MachineProfile) -> RenderableType:
     host, overheads = machine.host, machine.overheads
     rows = [("profile", f"{machine.name}, {machine.provenance}")]
     rows += [(f"processor ({p.tier})", f"{p.name}, {p.cores} cores, {' '.join(p.instruction_sets)}") for p in machine.processors]
@@ -53,11 +52,17 @@ def _machine(machine: MachineProfile) -> Table:
         ("cores", f"{host.cores} ({host.cores_limited_by})"),
         ("last-level cache", format_bytes(host.last_level_cache_bytes)),
     ]
-    rows += [(f"{rate.tier} memory read, {rate.threads} threads", _rate(rate.bytes_per_s, "B", rate.spread)) for rate in machine.memory]
     rows += [
+        *(
+            (f"{rate.tier} memory read, {format_number(rate.threads, 'thread')}", _rate(rate.bytes_per_s, "B", rate.spread))
+            for rate in machine.memory
+        ),
         ("a layer's fixed cost", format_seconds(overheads.layer_s)),
         ("a step's fixed cost", format_seconds(overheads.step_s)),
-        *((f"handing on a product, {threads} threads", format_seconds(cost)) for threads, cost in overheads.linear_call_s.items()),
+        *(
+            (f"handing on a product, {format_number(threads, 'thread')}", format_seconds(cost))
+            for threads, cost in overheads.linear_call_s.items()
+        ),
         ("the process itself", format_bytes(machine.base_bytes)),
     ]
     if machine.default_threads_slowdown is not None:
@@ -65,7 +70,7 @@ def _machine(machine: MachineProfile) -> Table:
     return facts("Machine", rows)
 
 
-def _disk(disk: Disk) -> Table:
+def _disk(disk: Disk) -> RenderableType:
     direct = "direct" if disk.direct else "through the page cache"
     checked = "" if disk.cache_excluded else ", page cache not excluded: unsure"
     title = f"Disk {disk.file_system} ({disk.device}, {format_bytes(disk.free_bytes)} free, {direct}{checked})"
@@ -80,7 +85,7 @@ def _disk(disk: Disk) -> Table:
     )
 
 
-def _linear(curves: tuple[LinearCurve, ...]) -> Table:
+def _linear(curves: tuple[LinearCurve, ...]) -> RenderableType:
     """Of each kernel and format, the curve of the largest layer with the most threads; the others are in the file."""
     shown: dict[tuple[str, str], LinearCurve] = {}
     for curve in sorted(curves, key=lambda c: (c.threads, c.n * c.k)):

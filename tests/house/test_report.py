@@ -1,0 +1,29 @@
+"""Tables as they reach a pipe, and a workload in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from lmoffload.report.plan import work_of
+from lmoffload.report.tables import facts, grid, show
+from lmoffload_solver.workload import Workload
+
+
+def test_no_line_in_a_pipe_ends_with_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = facts("A title that is wider than its table", [("short", "1"), ("a longer name", "23 MiB")])
+    show([sizes, grid("G", ("a", "b"), [("x", "")]), "end"])
+    assert capsys.readouterr().out.splitlines() == [
+        "A title that is wider than its table",
+        "short          1",
+        "a longer name  23 MiB",
+        "G",
+        "a  b",
+        "x",
+        "end",
+    ]
+
+
+def test_work_in_words() -> None:
+    assert work_of(Workload.of_lengths([7], 1)) == "1 prompt (7 tokens), 1 new token"
+    assert work_of(Workload.of_lengths([7, 7], 20)) == "2 prompts (7 tokens each), 20 new tokens each"
+    assert work_of(Workload.of_lengths([9, 3, 5], 20)) == "3 prompts (3 to 9 tokens), 20 new tokens each"
