@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
+from lmoffload.documents import write_whole
 from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
@@ -28,18 +28,9 @@ def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
     target = default_profile_path() if path is None else path
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".profile-", suffix=".json", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(profile.model_dump_json(indent=2) + "\n")
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
     except OSError as error:
         raise StatedError(f"The profile cannot be written to {target}: {error.strerror or error}.") from error
+    write_whole(target, profile.model_dump_json(indent=2) + "\n", "profile")
     return target
 
 
