@@ -75,7 +75,10 @@ def linear_curves(
             "their rates at few rows may be too high."
         )
     if cut:
-        remarks.append(f"{cut} of {len(found)} curves of linear layers end before {rows[-1]} rows: time or memory did not suffice.")
+        remarks.append(
+            f"{cut} of {len(found)} curves of linear layers end before {rows[-1]} rows, for want of time or memory; "
+            "rates are taken to be flat beyond."
+        )
     return tuple(found), tuple(remarks)
 
 

@@ -28,8 +28,8 @@ def show(renderables: Iterable[RenderableType], *, to_stderr: bool = False) -> N
 def facts(title: str, rows: Iterable[tuple[str, str]]) -> RenderableType:
     """A table of two columns: what, and how much."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, value)
     return _titled(title, table)
@@ -39,7 +39,7 @@ def grid(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> R
     """A table whose first column names and whose others hold figures."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(columns):
-        table.add_column(name, justify="left" if number == 0 else "right")
+        table.add_column(name, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return _titled(title, table)
