@@ -44,7 +44,10 @@ def load_profile(source: str | Path | None = None) -> MachineProfile:
         path = default_profile_path()
         if not path.exists():
             raise StatedError("This machine has no profile yet; run `lmoffload profile`.")
-        return read_value(MachineProfile, path, "machine profile")
+        try:
+            return read_value(MachineProfile, path, "machine profile")
+        except StatedError as error:
+            raise StatedError(f"{str(error).rstrip('.')}; run `lmoffload profile` to measure this machine anew.") from error
     text = os.fspath(source)
     if isinstance(source, Path) or text.endswith(".json") or os.sep in text or Path(text).is_file():
         return read_value(MachineProfile, Path(text), "machine profile")

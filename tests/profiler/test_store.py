@@ -90,3 +90,10 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StatedError, match="cannot be written"):
         store.save_profile(a_profile(), tmp_path / "file" / "m.json")
+
+
+def test_an_invalid_profile_of_this_machine_says_how_to_make_it_anew() -> None:
+    path = store.save_profile(a_profile())
+    path.write_text("{}")
+    with pytest.raises(StatedError, match="run `lmoffload profile` to measure this machine anew"):
+        store.load_profile()
