@@ -61,6 +61,9 @@ def run_demo(name: str | None) -> None:
         machine = machine_of(None, checkpoint.path, on_progress=bar.show_profiling)
     host = machine.profile.host
     print(f"2. The machine: {host.cores} cores, {format_bytes(host.memory_usable_bytes)}, {machine.profile.provenance}.\n")
+    for remark in machine.profile.remarks:
+        print(f"   {remark}")
+    print(end="\n" if machine.profile.remarks else "")
     from lmoffload.jobs.text import Text
 
     text = Text(checkpoint)

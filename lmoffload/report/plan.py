@@ -40,7 +40,7 @@ def work_of(workload: Workload) -> str:
     """A workload in words."""
     prompts = format_number(workload.num_prompts, "prompt")
     if len(workload.prompts) == 1:
-        lengths = f"{workload.prompts[0].length} tokens" + (" each" if workload.num_prompts > 1 else "")
+        lengths = format_number(workload.prompts[0].length, "token") + (" each" if workload.num_prompts > 1 else "")
     else:
         sizes = [group.length for group in workload.prompts]
         lengths = f"{min(sizes)} to {max(sizes)} tokens"
@@ -57,7 +57,8 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "attention", f"prefill on {plan.attention.prefill}, decode on {plan.attention.decode}"
     yield "kernels", f"prefill {plan.kernels.prefill}, decode {plan.kernels.decode}"
     yield "threads", ", ".join(f"{count} {task}" for task, count in plan.threads.items())
-    yield "read ahead", format_number(plan.prefetch_depth, "layer")
+    if plan.weights.bytes.get("disk"):
+        yield "read ahead", format_number(plan.prefetch_depth, *(("layer",) if plan.stream == "layer" else ("matrix", "matrices")))
 
 
 def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -27,6 +27,7 @@ def test_no_line_in_a_pipe_ends_with_spaces(capsys: pytest.CaptureFixture[str]) 
 
 def test_work_in_words() -> None:
     assert work_of(Workload.of_lengths([7], 1)) == "1 prompt (7 tokens), 1 new token"
+    assert work_of(Workload.of_lengths([1], 1)) == "1 prompt (1 token), 1 new token"
     assert work_of(Workload.of_lengths([7, 7], 20)) == "2 prompts (7 tokens each), 20 new tokens each"
     assert work_of(Workload.of_lengths([9, 3, 5], 20)) == "3 prompts (3 to 9 tokens), 20 new tokens each"
 
