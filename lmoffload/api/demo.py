@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from lmoffload.api.engine import Engine
@@ -74,7 +75,7 @@ def run_demo(name: str | None) -> None:
     print("\n4. The run:\n")
     answers, report = _answer(offloaded, text)
     for question, answer in zip(QUESTIONS, answers, strict=True):
-        print(f"   > {question}\n   {' '.join(answer.split())}\n")
+        print(f"   > {question}\n{fill(' '.join(answer.split()), 80, initial_indent='   ', subsequent_indent='   ')}\n")
     show(run_tables(report))
     print("\nAn answer that ends early makes fewer tokens than planned, so fewer per second.")
     _compare(machine, offloaded, workload, text, answers, report)

@@ -73,8 +73,9 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
         base = f", of it {format_bytes(predicted.base_bytes)} the process itself" if tier == "host" else ""
         yield f"peak on {tier}", format_bytes(size) + base
     yield "binds", plan.binding
-    search = f"{plan.status}, {plan.programs_solved} programs in {format_seconds(plan.solve_s)}"
-    yield "bound", f"{plan.bound_tokens_per_s:.2f} tokens/s; gap {plan.gap:.1%} ({search})"
+    yield "no plan exceeds", f"{plan.bound_tokens_per_s:.2f} tokens/s (gap {plan.gap:.1%})"
+    programs = format_number(plan.programs_solved, "linear program")
+    yield "search", f"{plan.status}, {programs} in {format_seconds(plan.solve_s)}"
     for price in plan.shadow_prices:
         yield f"one {price.unit} more of {price.resource.replace('_', ' ')}", f"{price.gain_tokens_per_s:+.3f} tokens/s"
     for looser in plan.looser_quality:
