@@ -56,7 +56,7 @@ def plan(
     )
     opened = open_model(model)
     if prompts is None:
-        workload = synthetic_workload(num_prompts, prompt_len, gen_len)
+        workload = synthetic_workload(opened.shape, num_prompts, prompt_len, gen_len)
     elif num_prompts is not None or prompt_len is not None:
         raise UsageError("Give either the prompts or their number and length, not both.")
     else:
