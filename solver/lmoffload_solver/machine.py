@@ -7,7 +7,7 @@ at any point: a plan made from such a curve says so.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -39,6 +39,8 @@ class Curve(Value):
             raise ValueError("x, y and spread have different lengths")
         if any(b <= a for a, b in zip(self.x, self.x[1:], strict=False)):
             raise ValueError("x does not ascend")
+        if self.x[0] <= 0:
+            raise ValueError("x is not positive")
         if any(rate <= 0 for rate in self.y):
             raise ValueError("a rate is not positive")
         return self
@@ -122,7 +124,7 @@ class Overheads(Value):
     """Per micro-batch and step, outside the layers (embedding lookup, norm, head's own overhead, sampling)."""
     row_s: float = Field(ge=0)
     """Per sequence and step: sampling, stop checks, bookkeeping."""
-    linear_call_s: dict[int, float] = Field(min_length=1)
+    linear_call_s: dict[int, Annotated[float, Field(ge=0)]] = Field(min_length=1)
     """Handing one linear layer to the pool, by its number of threads: waking threads that slept since the layer before is part of it."""
     elementwise_bytes_per_s: float = Field(gt=0)
     """Rate at which `counting.elementwise_bytes` of a layer are worked off (norms, rotary embedding, activation, residuals)."""

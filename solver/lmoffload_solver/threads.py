@@ -33,7 +33,13 @@ def compute_choices(machine: MachineProfile, formats: frozenset[str], cores: int
 
 
 def disk_threads(disk: Disk) -> int:
-    """Requests in flight for reading: the fewest whose rate at the request size used is within 3 % of the best measured."""
+    """Requests in flight for reading: the fewest whose rate at the request size used is within 3 % of the best measured.
+
+    Raises:
+        StatedError: no reads were measured.
+    """
+    if not disk.read:
+        raise StatedError(f"The machine profile has no reads measured for the disk at {disk.file_system}; run `lmoffload profile` again.")
     rates = {curve.threads: float(rate_at(curve.bytes_per_s, READ_REQUEST_BYTES)) for curve in disk.read}
     best = max(rates.values())
     return min(threads for threads, rate in rates.items() if rate >= NEAR_BEST * best)

@@ -116,6 +116,9 @@ def test_unreadable_profiles(call: Call, home: Path) -> None:
         (good[: len(good) // 2], "is not valid"),
         (good.replace('"cores"', '"kores"', 1), "host.cores"),
         (good.replace('"schema_version":1', '"schema_version":99'), "schema_version"),
+        (good.replace('"x":[65536.0', '"x":[-1.0'), "x is not positive"),
+        (good.replace('"linear_call_s":{"1":', '"linear_call_s":{"1":-'), "linear_call_s.1"),
+        (json.dumps(json.loads(good) | {"disks": [json.loads(good)["disks"][0] | {"read": []}]}), "no reads measured"),
     ):
         Path("machine.json").write_text(text, encoding="utf-8")
         shown = call("plan", "shape:llama-1.1b", "--machine", "machine.json", "--out", "plan.json")
