@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from lmoffload_solver.accelerator import Accelerator, Rate, Source
 from lmoffload_solver.value import Tier, Value
 
 
@@ -182,5 +183,11 @@ class MachineProfile(Value):
     versions: dict[str, str] = Field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     """What could not be measured or is unsteady, one sentence each."""
+    accelerator: Accelerator | None = None
+    """None: the compute tier is host memory."""
+    rates: tuple[Rate, ...] = ()
+    """Attention, quantizing and dequantizing by processor and way."""
+    sources: tuple[Source, ...] = ()
+    """Of the numbers of a profile that was not measured here."""
     default_threads_slowdown: float | None = None
     """Decode-sized product under the libraries' default (busy-waiting) threads / under ours."""

@@ -1,0 +1,222 @@
+"""The work of a decision: seconds by unit and micro-batch of every sampled step of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Literal
+
+from lmoffload_solver import counting
+from lmoffload_solver.blocks import Step, decode_steps
+from lmoffload_solver.chain_schedule import BatchWork, UnitWork
+from lmoffload_solver.costs import Contention, LayerKind
+from lmoffload_solver.decision import ChainBlock, Decision, Job, KVUnit
+from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, DeviceCosts, kv_bytes, kv_elements
+from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.model import ModelShape, TensorShape
+
+Part = Literal["layer", "attention", "mlp"]
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """One step of one micro-batch."""
+
+    step: int
+    rows: float
+    new_tokens: float
+    """Per sequence: the prompt in prefill, one in decode."""
+    context: float
+    """Tokens of a sequence, the newest included."""
+
+    @property
+    def tokens(self) -> float:
+        return self.rows * self.new_tokens
+
+
+class ChainWork:
+    """Prices a decision's units."""
+
+    def __init__(self, job: Job, costs: DeviceCosts, decision: Decision) -> None:
+        self.job, self.costs, self.decision = job, costs, decision
+        self.model, self.runtime = job.model, decision.runtime
+        self.steps = (Step(0, 1.0), *decode_steps(job.gen_len))
+        self.parts: tuple[Part, ...] = ("attention", "mlp") if self.runtime.halves else ("layer",)
+        self._batch = cache(self._batch_work)
+        self._kinds = _kinds(job.model)
+
+    def block(self, block: ChainBlock) -> list[list[UnitWork]]:
+        """The sampled steps of a block, tasks that slow each other stretched."""
+        steps = [self.step(block, step.step) for step in self.steps]
+        contention = Contention.of(self.costs.machine, "upload", "host_attention")
+        return _slowed(steps, self.runtime.overlap, contention, depth=self.decision.prefetch_depth)
+
+    def step(self, block: ChainBlock, step: int) -> list[UnitWork]:
+        """The units of one step: each layer or half of one, and the output head."""
+        length = self.job.mean_length
+        size = StepSize(step, block.rows, length if step == 0 else 1.0, length + step)
+        units = []
+        known: dict[object, UnitWork] = {}
+        for layer in range(self.model.num_layers):
+            kv = self.decision.kv[layer][: block.num_batches]
+            for part in self.parts:
+                tensors = self.tensors(layer, part)
+                moved = tuple((self.decision.homes[t.name], self.decision.tensor_bytes(t)) for t in tensors)
+                key = (self._kinds[layer], part, moved, kv)
+                if key not in known:
+                    known[key] = self._unit(layer, part, tensors, kv, size)
+                units.append(known[key])
+        units.append(self._head(block, size))
+        return units
+
+    def tensors(self, layer: int, part: Part) -> tuple[TensorShape, ...]:
+        """The matrices of a layer, or of one half."""
+        matrices = counting.layer_matrices(self.model, layer)
+        if part == "layer":
+            return matrices
+        return tuple(t for t in matrices if (t.tensor_class == "attention") == (part == "attention"))
+
+    def _unit(self, layer: int, part: Part, tensors: Sequence[TensorShape], kv: Sequence[KVUnit], size: StepSize) -> UnitWork:
+        read, upload = self._weights_s(tensors)
+        widening = self.costs.dequantize_s(self._quantized(tensors))
+        per_block = self.runtime.dequantizes_per == "block"
+        batches = tuple(self._batch(layer, part, unit, size, 0.0 if per_block else widening) for unit in kv)
+        return UnitWork(layer, read, upload, widening if per_block else 0.0, batches)
+
+    def _weights_s(self, tensors: Sequence[TensorShape]) -> tuple[float, float]:
+        """(reading, uploading) what of the tensors is not at home on the device."""
+        decision = self.decision
+        size = {tier: sum(decision.tensor_bytes(t) for t in tensors if decision.homes[t.name] == tier) for tier in ("host", "disk")}
+        locked = self.runtime.weights_page_locked
+        read = self.costs.read_s(size["disk"])
+        from_disk = self.costs.upload_s(size["disk"], True)
+        from_host = self.costs.upload_s(size["host"], locked)
+        return (read + from_disk, from_host) if self.runtime.stages_disk else (read, from_disk + from_host)
+
+    def _quantized(self, tensors: Sequence[TensorShape]) -> int:
+        return sum(_elements(t) for t in tensors if self.decision.format_of(t) in QUANTIZED)
+
+    def _batch_work(self, layer: int, part: Part, unit: KVUnit, size: StepSize, widening: float) -> BatchWork:
+        costs = self.costs
+        hidden = DEVICE_ACTIVATION_BYTES * self.model.hidden_size * size.tokens
+        hidden_load = costs.upload_s(hidden, True) if self.decision.hidden != "device" else 0.0
+        hidden_store = costs.download_s(hidden, True) if self.decision.hidden != "device" else 0.0
+        tensors = self.tensors(layer, part)
+        products = costs.product_s(size.tokens, sum(map(_elements, tensors)), len(tensors))
+        share = len(self.parts)
+        rest = costs.elementwise_s(self.model, layer, size.tokens) / share
+        kernels = max(products + rest + widening, costs.machine.overheads.layer_s / share) + self.runtime.batch_overhead_s
+        work = BatchWork(compute=kernels, load_hidden=hidden_load, store_hidden=hidden_store)
+        if part == "mlp":
+            return work
+        return self._attending(work, layer, unit, size, before=self._before_share(layer, part))
+
+    def _before_share(self, layer: int, part: Part) -> float:
+        """Share of a layer's products that come before its attention: all but the output projection (a quarter of FlexGen's half)."""
+        tensors = self.tensors(layer, part)
+        shape = self.model.layers[layer]
+        inputs = self.model.hidden_size * (shape.num_heads * shape.key_dim + shape.num_kv_heads * (shape.key_dim + shape.value_dim))
+        return min(1.0, inputs / max(1, sum(map(_elements, tensors))))
+
+    def _attending(self, work: BatchWork, layer: int, unit: KVUnit, size: StepSize, before: float) -> BatchWork:
+        """Attention and what becomes of keys and values."""
+        costs, shape, kv_format = self.costs, self.model.layers[layer], self.decision.kv_format
+        quantized = kv_format in QUANTIZED
+        new = size.rows * kv_elements(shape, size.new_tokens)
+        stored = size.rows * kv_bytes(shape, size.new_tokens, kv_format)
+        away = unit.home != "device"
+        on_host = away and unit.attends == "host" and size.step > 0
+        work = replace(
+            work,
+            quantize=costs.quantize_s(new) if quantized else 0.0,
+            store_kv=costs.download_s(stored, self.runtime.kv_page_locked) if away and not on_host else 0.0,
+            write=costs.write_s(stored) if unit.home == "disk" else 0.0,
+        )
+        if size.step == 0:
+            return replace(work, compute=work.compute + costs.prefill_attention_s(shape, size.rows, size.new_tokens))
+        old = size.rows * kv_bytes(shape, size.context - 1, kv_format)
+        read = costs.read_s(old) if unit.home == "disk" else 0.0
+        if on_host:
+            attend = costs.host_attention_s(shape, size.rows, size.context, kv_format)
+            return replace(work, read=read, attend=attend, compute=work.compute * before, after=work.compute * (1 - before))
+        widening = costs.dequantize_s(size.rows * kv_elements(shape, size.context)) if quantized else 0.0
+        work = replace(work, compute=work.compute + costs.decode_attention_s(shape, size.rows, size.context) + widening)
+        if unit.home == "disk":
+            carried = costs.upload_s(old, True)
+            return replace(work, read=read + carried) if self.runtime.stages_disk else replace(work, read=read, load_kv=carried)
+        return replace(work, load_kv=costs.upload_s(old, self.runtime.kv_page_locked)) if away else work
+
+    def _head(self, block: ChainBlock, size: StepSize) -> UnitWork:
+        """The output head over one token of each sequence, sampling and the embedding of the next."""
+        head = self.model.head
+        read, upload = self._weights_s((head,))
+        widening = self.costs.dequantize_s(self._quantized((head,)))
+        per_block = self.runtime.dequantizes_per == "block"
+        overheads = self.costs.machine.overheads
+        seconds = self.costs.product_s(size.rows, _elements(head), 1) + overheads.step_s + overheads.row_s * size.rows
+        batch = BatchWork(compute=seconds + (0.0 if per_block else widening))
+        return UnitWork(None, read, upload, widening if per_block else 0.0, (batch,) * block.num_batches)
+
+
+def _elements(tensor: TensorShape) -> int:
+    n, k = counting.matrix_size(tensor)
+    return n * k
+
+
+def _kinds(model: ModelShape) -> list[int]:
+    """Layers that cost the same have one number."""
+    kinds = [LayerKind.of(model, layer) for layer in range(model.num_layers)]
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return [numbers[kind] for kind in kinds]
+
+
+def _slowed(steps: list[list[UnitWork]], overlap: str, slow: Contention, *, depth: int) -> list[list[UnitWork]]:
+    """Uploads and host attention stretched where they run at once: over a whole step between queues, turn by turn between barriers."""
+    if overlap == "none" or slow == Contention() or (overlap == "queues" and not depth):
+        return steps
+    return [_step_slowed(step, slow) for step in steps] if overlap == "queues" else _turns_slowed(steps, slow)
+
+
+def _step_slowed(step: list[UnitWork], slow: Contention) -> list[UnitWork]:
+    upload = sum(unit.upload + sum(b.load_kv + b.load_hidden for b in unit.batches) for unit in step)
+    attend = sum(b.attend for unit in step for b in unit.batches)
+    if not upload or not attend:
+        return step
+    both = slow.stretched(upload, attend)
+    u, a = both[0] / upload, both[1] / attend
+    stretch = cache(lambda unit: _stretched(unit, u, [(u, a)] * len(unit.batches)))
+    return [stretch(unit) for unit in step]
+
+
+def _turns_slowed(steps: list[list[UnitWork]], slow: Contention) -> list[list[UnitWork]]:
+    flat = [unit for step in steps for unit in step]
+    turns: dict[int, list[tuple[float, float]]] = {}
+    weights = [1.0] * len(flat)
+    for number, unit in enumerate(flat):
+        following = flat[number + 1].upload if number + 1 < len(flat) else 0.0
+        found = []
+        for batch, work in enumerate(unit.batches):
+            upload = work.load_kv + work.load_hidden + (following if batch == 0 else 0.0)
+            if not upload or not work.attend:
+                found.append((1.0, 1.0))
+                continue
+            both = slow.stretched(upload, work.attend)
+            found.append((both[0] / upload, both[1] / work.attend))
+        turns[number] = found
+        if number + 1 < len(flat):
+            weights[number + 1] = found[0][0]
+    slowed = [_stretched(unit, weights[number], turns[number]) for number, unit in enumerate(flat)]
+    ends = [0]
+    for step in steps:
+        ends.append(ends[-1] + len(step))
+    return [slowed[first:end] for first, end in pairwise(ends)]
+
+
+def _stretched(unit: UnitWork, weights: float, batches: Sequence[tuple[float, float]]) -> UnitWork:
+    scaled = tuple(
+        replace(work, load_kv=work.load_kv * u, load_hidden=work.load_hidden * u, attend=work.attend * a)
+        for work, (u, a) in zip(unit.batches, batches, strict=True)
+    )
+    return replace(unit, upload=unit.upload * weights, batches=scaled)
