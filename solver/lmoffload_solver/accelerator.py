@@ -34,6 +34,8 @@ class Accelerator(Value):
     launch_s: float = Field(ge=0)
     """A short kernel on the device, its launch queued ahead."""
     products: RateCurve
+    fused_products_share: float = Field(gt=0, le=1)
+    """Rate of a product that dequantizes its weights in its inner loop, as a share of the 16-bit one."""
 
 
 class Rate(Value):

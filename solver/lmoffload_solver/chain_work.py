@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -16,6 +16,7 @@ from lmoffload_solver.decision import ChainBlock, Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, DeviceCosts, kv_bytes, kv_elements
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload_solver.value import TensorClass
 
 Part = Literal["layer", "attention", "mlp"]
 
@@ -45,7 +46,8 @@ class ChainWork:
         self.steps = (Step(0, 1.0), *decode_steps(job.gen_len))
         self.parts: tuple[Part, ...] = ("attention", "mlp") if self.runtime.halves else ("layer",)
         self._batch = cache(self._batch_work)
-        self._kinds = _kinds(job.model)
+        self._kinds = _kinds(job.model) if decision.homes else [0] * job.model.num_layers
+        self._units = [(layer, part, *self._moved(layer, part)) for layer in range(job.model.num_layers) for part in self.parts if decision.homes]
 
     def block(self, block: ChainBlock) -> list[list[UnitWork]]:
         """The sampled steps of a block, tasks that slow each other stretched."""
@@ -59,17 +61,27 @@ class ChainWork:
         size = StepSize(step, block.rows, length if step == 0 else 1.0, length + step)
         units = []
         known: dict[object, UnitWork] = {}
-        for layer in range(self.model.num_layers):
+        for layer, part, tensors, moved in self._units:
             kv = self.decision.kv[layer][: block.num_batches]
-            for part in self.parts:
-                tensors = self.tensors(layer, part)
-                moved = tuple((self.decision.homes[t.name], self.decision.tensor_bytes(t)) for t in tensors)
-                key = (self._kinds[layer], part, moved, kv)
-                if key not in known:
-                    known[key] = self._unit(layer, part, tensors, kv, size)
-                units.append(known[key])
+            key = (self._kinds[layer], part, moved, kv)
+            if key not in known:
+                known[key] = self._unit(layer, part, tensors, kv, size)
+            units.append(known[key])
         units.append(self._head(block, size))
         return units
+
+    def _moved(self, layer: int, part: Part) -> tuple[tuple[TensorShape, ...], tuple[tuple[str, int], ...]]:
+        tensors = self.tensors(layer, part)
+        return tensors, tuple((self.decision.homes[t.name], self.decision.tensor_bytes(t)) for t in tensors)
+
+    def batch(self, layer: int, unit: KVUnit, size: StepSize) -> BatchWork:
+        """One micro-batch at a whole layer, weights at hand in 16 bits."""
+        return self._batch_work(layer, "layer", unit, size, 0.0)
+
+    def head_seconds(self, size: StepSize) -> float:
+        """The output head over one token of each sequence, sampling, and the embedding of the next, weights at hand in 16 bits."""
+        overheads = self.costs.machine.overheads
+        return self.costs.product_s(size.rows, _elements(self.model.head), 1) + overheads.step_s + overheads.row_s * size.rows
 
     def tensors(self, layer: int, part: Part) -> tuple[TensorShape, ...]:
         """The matrices of a layer, or of one half."""
@@ -81,9 +93,27 @@ class ChainWork:
     def _unit(self, layer: int, part: Part, tensors: Sequence[TensorShape], kv: Sequence[KVUnit], size: StepSize) -> UnitWork:
         read, upload = self._weights_s(tensors)
         widening = self.costs.dequantize_s(self._quantized(tensors))
-        per_block = self.runtime.dequantizes_per == "block"
-        batches = tuple(self._batch(layer, part, unit, size, 0.0 if per_block else widening) for unit in kv)
-        return UnitWork(layer, read, upload, widening if per_block else 0.0, batches)
+        if self.runtime.dequantizes_per == "micro_batch":
+            return UnitWork(layer, read, upload, 0.0, tuple(self._batch(layer, part, unit, size, widening) for unit in kv))
+        batches = tuple(self._batch(layer, part, unit, size, 0.0) for unit in kv)
+        saved = self.fusing_s(layer, size, self.decision.formats) if self.runtime.fuses_products and widening else None
+        if saved is None or saved * len(kv) >= widening:
+            return UnitWork(layer, read, upload, widening, batches)
+        fused = tuple(_recomputed(batch, saved) for batch in batches)
+        return UnitWork(layer, read, upload, 0.0, fused)
+
+    def fusing_s(self, layer: int, size: StepSize, formats: Mapping[TensorClass, str]) -> float:
+        """What a micro-batch's products take longer when they dequantize in their inner loop, over 16-bit weights at hand; negative where
+        reading fewer bytes saves more."""
+        matrices = self.tensors(layer, "layer")
+        packed = [t for t in matrices if formats.get(t.tensor_class) in QUANTIZED]
+        kept = [t for t in matrices if formats.get(t.tensor_class) not in QUANTIZED]
+        num_bytes = sum(counting.tensor_bytes(t, formats[t.tensor_class]) for t in packed)
+        fused = self.costs.fused_product_s(size.tokens, sum(map(_elements, packed)), num_bytes, len(packed))
+        fused += self.costs.product_s(size.tokens, sum(map(_elements, kept)), len(kept))
+        plain = self.costs.product_s(size.tokens, sum(map(_elements, matrices)), len(matrices))
+        rest, least = self.costs.elementwise_s(self.model, layer, size.tokens), self.costs.machine.overheads.layer_s
+        return max(fused + rest, least) - max(plain + rest, least)
 
     def _weights_s(self, tensors: Sequence[TensorShape]) -> tuple[float, float]:
         """(reading, uploading) what of the tensors is not at home on the device."""
@@ -149,15 +179,18 @@ class ChainWork:
         return replace(work, load_kv=costs.upload_s(old, self.runtime.kv_page_locked)) if away else work
 
     def _head(self, block: ChainBlock, size: StepSize) -> UnitWork:
-        """The output head over one token of each sequence, sampling and the embedding of the next."""
         head = self.model.head
         read, upload = self._weights_s((head,))
         widening = self.costs.dequantize_s(self._quantized((head,)))
         per_block = self.runtime.dequantizes_per == "block"
-        overheads = self.costs.machine.overheads
-        seconds = self.costs.product_s(size.rows, _elements(head), 1) + overheads.step_s + overheads.row_s * size.rows
-        batch = BatchWork(compute=seconds + (0.0 if per_block else widening))
+        batch = BatchWork(compute=self.head_seconds(size) + (0.0 if per_block else widening))
         return UnitWork(None, read, upload, widening if per_block else 0.0, (batch,) * block.num_batches)
+
+
+def _recomputed(work: BatchWork, more: float) -> BatchWork:
+    """The same with products that take so much longer, before and after attention alike."""
+    before = work.compute / (work.compute + work.after) if work.after else 1.0
+    return replace(work, compute=work.compute + more * before, after=work.after + more * (1 - before))
 
 
 def _elements(tensor: TensorShape) -> int:

@@ -105,6 +105,12 @@ class DeviceCosts:
         by_memory = DEVICE_ACTIVATION_BYTES * weights / self.accelerator.memory_bytes_per_s
         return max(counting.linear_flops(1, 1, weights) * rows / flops, by_memory, count * self.accelerator.launch_s)
 
+    def fused_product_s(self, rows: float, weights: int, num_bytes: float, count: int) -> float:
+        """The same over quantized weights of `num_bytes`, dequantized in the inner loop."""
+        flops = float(np.exp(np.interp(np.log(max(rows, 1.0)), self._rows, self._flops))) * self.accelerator.fused_products_share
+        by_memory = num_bytes / self.accelerator.memory_bytes_per_s
+        return max(counting.linear_flops(1, 1, weights) * rows / flops, by_memory, count * self.accelerator.launch_s)
+
     def elementwise_s(self, model: ModelShape, layer: int, tokens: float) -> float:
         """Norms, residuals, activation and rotary embedding of a layer, half as many bytes as in fp32."""
         num_bytes = counting.elementwise_bytes(model, layer, 1) * tokens * DEVICE_ACTIVATION_BYTES / counting.ACTIVATION_BYTES

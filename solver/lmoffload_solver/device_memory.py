@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from lmoffload_solver import counting
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, kv_bytes, kv_elements
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.value import Tier
+from lmoffload_solver.value import TensorClass, Tier
 from lmoffload_solver.workload import Limits
 
 BUFFERS = 2
@@ -44,6 +45,7 @@ class ChainMemory:
             "host": host if limits.host_memory_bytes is None else min(host, limits.host_memory_bytes),
             "disk": machine.disks[0].free_bytes if limits.disk_space_bytes is None else limits.disk_space_bytes,
         }
+        self.widened = cache(self._widened_weights)
         self.vectors = counting.vector_bytes(self.model) * DEVICE_ACTIVATION_BYTES // counting.ACTIVATION_BYTES
 
     def kv_token_bytes(self, kv_format: str) -> float:
@@ -121,20 +123,21 @@ class ChainMemory:
 
     def _widened(self, decision: Decision, rows: int) -> int:
         """The 16-bit copies of a layer's (or, made for each micro-batch, of a matrix's) weights and of a micro-batch's KV."""
-        per_layer = [
-            [
-                counting.matrix_size(t)[0] * counting.matrix_size(t)[1]
-                for t in counting.layer_matrices(self.model, layer)
-                if decision.format_of(t) in QUANTIZED
-            ]
-            for layer in range(self.model.num_layers)
-        ]
-        whole = decision.runtime.dequantizes_per == "block"
-        weights = max((sum(sizes) if whole else max(sizes, default=0) for sizes in per_layer), default=0)
+        weights = self.widened(tuple(decision.formats.items()), decision.runtime.dequantizes_per == "block")
         kv = 0.0
         if decision.kv_format in QUANTIZED:
             kv = max(rows * kv_elements(shape, self.job.longest + self.job.gen_len) for shape in self.model.layers)
         return DEVICE_ACTIVATION_BYTES * round(weights + kv)
+
+    def _widened_weights(self, formats: tuple[tuple[TensorClass, str], ...], whole: bool) -> int:
+        """Elements of the largest layer's (or matrix's) quantized weights."""
+        chosen = dict(formats)
+        largest = 0
+        for layer in range(self.model.num_layers):
+            tensors = [t for t in counting.layer_matrices(self.model, layer) if chosen.get(t.tensor_class) in QUANTIZED]
+            sizes = [counting.matrix_size(t)[0] * counting.matrix_size(t)[1] for t in tensors]
+            largest = max(largest, sum(sizes) if whole else max(sizes, default=0))
+        return largest
 
     def _kv(self, decision: Decision) -> tuple[dict[Tier, float], dict[Tier, float]]:
         """Homes of keys and values of the first block, and buffers of what is on its way, per tier."""

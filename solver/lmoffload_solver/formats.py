@@ -6,6 +6,7 @@ A format is described, not programmed: a block of `block_elements` elements alon
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from lmoffload_solver.errors import StatedError
@@ -66,6 +67,7 @@ def format_of(name: str) -> Format:
     return found
 
 
+@lru_cache(maxsize=4096)
 def stored_bytes(shape: tuple[int, ...], format_name: str) -> int:
     """Bytes of a tensor of `shape` in a format.
 
