@@ -76,6 +76,7 @@ class ChainProgram:
         self.disk()
         self.download()
         self.host_attention()
+        self.path()
 
     def placed(self) -> None:
         """placed.c: Σ_t w[c, t] = 1; placed.kv: Σ_p k[p] = 1."""
@@ -132,6 +133,14 @@ class ChainProgram:
         """host_attention.e: T_e >= Σ_p k[p]·H_p,e."""
         for step, seconds in self._steps():
             self._add(f"host_attention.{step.name}", seconds >= self._kv(step.attend_host))
+
+    def path(self) -> None:
+        """path.e: T_e >= (device_e + Σ_p k[p]·(A_p,e + H_p,e)) / micro-batches: no micro-batch is on the device and on the host at once, and
+        the slowest is no quicker than the mean."""
+        for (step, seconds), packed in zip(self._steps(), self.choices.packed_s, strict=True):
+            one = 1 / step.num_batches
+            attended = self._kv(tuple(a + h for a, h in zip(step.attend_device, step.attend_host, strict=True)))
+            self._add(f"path.{step.name}", seconds >= (step.device + min(packed, 0.0)) * one + attended * one)
 
     def solve(self) -> ChainSolution | None:
         """The optimum; None where the rows contradict each other."""

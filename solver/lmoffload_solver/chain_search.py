@@ -29,6 +29,8 @@ from lmoffload_solver.workload import Limits
 MOST_MICRO_BATCHES = 24
 DEPTHS = (1, 2, 0)
 MOST_PROGRAMS = 40
+PROOF = 0.002
+"""The search ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
 SAME = 1e-9
 
 WEIGHT_FORMATS: dict[Quality, tuple[str, ...]] = {
@@ -65,13 +67,14 @@ class ChainFound:
 class ChainSearch:
     """Best first over the domain."""
 
-    def __init__(self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, deadline: float) -> None:
+    def __init__(self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, deadline: float, *, proof: float = PROOF) -> None:
         self.job, self.machine, self.limits, self.quality, self.deadline = job, machine, limits, quality, deadline
         self.costs = DeviceCosts(machine, disk, own_runtime())
         self.terms = ChainTerms(job, self.costs)
         self.memory = ChainMemory(job, machine, limits)
         self.model = job.model
         self.base_format = "fp16" if counting.main_format(self.model) not in ("bf16", "fp16") else counting.main_format(self.model)
+        self.proof = max(proof, SAME)
         self.programs_solved = 0
         self.simulated = 0
         self.cut_short = False
@@ -251,7 +254,7 @@ class ChainSearch:
         while heap:
             bound, number, candidate, solution = heapq.heappop(heap)
             self.bound_s = bound
-            if best is not None and bound >= best.simulated.total_s * (1 - SAME):
+            if best is not None and bound >= best.simulated.total_s * (1 - self.proof):
                 break
             if time.perf_counter() > self.deadline:
                 self.cut_short = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from lmoffload_solver import counting
 from lmoffload_solver.chain_schedule import BatchWork
@@ -49,6 +49,7 @@ class StepTerms:
     """Seconds of a micro-batch's stores at one layer."""
     early: bool
     """A longer step came before."""
+    num_batches: int
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,14 @@ class ChainTerms:
     def __init__(self, job: Job, costs: DeviceCosts) -> None:
         self.job, self.costs, self.model = job, costs, job.model
         self.layers = Counter(_numbers(job))
+        self.matrices = {layer: counting.layer_matrices(self.model, layer) for layer in self.layers}
+        self._work = cache(self._template)
         self.upload_rate = costs.link_rate("upload", True)
         self.contention = Contention.of(costs.machine, "upload", "host_attention")
+
+    def _template(self, kv_format: str, hidden: Tier) -> ChainWork:
+        """Prices of whatever micro-batch."""
+        return ChainWork(self.job, self.costs, Decision(1, 1, {}, {}, kv_format, (), hidden, 1, self.costs.runtime))
 
     @cached_property
     def classes(self) -> dict[TensorClass, list[tuple[int, str, tuple[int, ...]]]]:
@@ -95,8 +102,7 @@ class ChainTerms:
     def packed_s(self, micro_batch: int, num_micro_batches: int, formats: dict[TensorClass, str]) -> tuple[float, ...]:
         """Seconds that quantized weights add to the device's work in each sampled step, the better of widening a layer once for all
         micro-batches and of dequantizing in the products; negative where the latter read so much less."""
-        template = Decision(micro_batch, num_micro_batches, {}, {}, "fp16", (), "host", 1, self.costs.runtime)
-        work = ChainWork(self.job, self.costs, template)
+        work = self._work("fp16", "host")
         found = []
         for block in self.job.blocks(micro_batch, num_micro_batches):
             for step in work.steps:
@@ -110,7 +116,7 @@ class ChainTerms:
 
     def _quantized(self, layer: int, formats: dict[TensorClass, str]) -> int:
         """Elements of a layer's quantized matrices."""
-        sizes = [(*counting.matrix_size(t), formats.get(t.tensor_class)) for t in counting.layer_matrices(self.model, layer)]
+        sizes = [(*counting.matrix_size(t), formats.get(t.tensor_class)) for t in self.matrices[layer]]
         return sum(n * k for n, k, fmt in sizes if fmt in QUANTIZED)
 
     def _size(self, block: ChainBlock, step: int) -> StepSize:
@@ -119,8 +125,7 @@ class ChainTerms:
 
     def steps(self, micro_batch: int, num_micro_batches: int, kv_format: str, hidden: Tier) -> tuple[StepTerms, ...]:
         """The sampled steps of all different blocks."""
-        template = Decision(micro_batch, num_micro_batches, {}, {}, kv_format, (), hidden, 1, self.costs.runtime)
-        work = ChainWork(self.job, self.costs, template)
+        work = self._work(kv_format, hidden)
         found = []
         for number, block in enumerate(self.job.blocks(micro_batch, num_micro_batches)):
             for step in work.steps:
@@ -150,6 +155,7 @@ class ChainTerms:
             sums[0].store_hidden,
             max(total.largest_store for total in sums),
             early,
+            block.num_batches,
         )
 
 

@@ -45,7 +45,9 @@ class ChainWork:
         self.model, self.runtime = job.model, decision.runtime
         self.steps = (Step(0, 1.0), *decode_steps(job.gen_len))
         self.parts: tuple[Part, ...] = ("attention", "mlp") if self.runtime.halves else ("layer",)
+        self._in_layer: dict[int, tuple[TensorShape, ...]] = {}
         self._batch = cache(self._batch_work)
+        self._matrices = cache(self._count_matrices)
         self._kinds = _kinds(job.model) if decision.homes else [0] * job.model.num_layers
         self._units = [(layer, part, *self._moved(layer, part)) for layer in range(job.model.num_layers) for part in self.parts if decision.homes]
 
@@ -85,7 +87,9 @@ class ChainWork:
 
     def tensors(self, layer: int, part: Part) -> tuple[TensorShape, ...]:
         """The matrices of a layer, or of one half."""
-        matrices = counting.layer_matrices(self.model, layer)
+        if layer not in self._in_layer:
+            self._in_layer[layer] = counting.layer_matrices(self.model, layer)
+        matrices = self._in_layer[layer]
         if part == "layer":
             return matrices
         return tuple(t for t in matrices if (t.tensor_class == "attention") == (part == "attention"))
@@ -133,8 +137,8 @@ class ChainWork:
         hidden = DEVICE_ACTIVATION_BYTES * self.model.hidden_size * size.tokens
         hidden_load = costs.upload_s(hidden, True) if self.decision.hidden != "device" else 0.0
         hidden_store = costs.download_s(hidden, True) if self.decision.hidden != "device" else 0.0
-        tensors = self.tensors(layer, part)
-        products = costs.product_s(size.tokens, sum(map(_elements, tensors)), len(tensors))
+        elements, count = self._matrices(layer, part)
+        products = costs.product_s(size.tokens, elements, count)
         share = len(self.parts)
         rest = costs.elementwise_s(self.model, layer, size.tokens) / share
         kernels = max(products + rest + widening, costs.machine.overheads.layer_s / share) + self.runtime.batch_overhead_s
@@ -143,40 +147,52 @@ class ChainWork:
             return work
         return self._attending(work, layer, unit, size, before=self._before_share(layer, part))
 
+    def _count_matrices(self, layer: int, part: Part) -> tuple[int, int]:
+        """(elements, matrices) of a layer or a half."""
+        tensors = self.tensors(layer, part)
+        return sum(map(_elements, tensors)), len(tensors)
+
     def _before_share(self, layer: int, part: Part) -> float:
         """Share of a layer's products that come before its attention: all but the output projection (a quarter of FlexGen's half)."""
-        tensors = self.tensors(layer, part)
         shape = self.model.layers[layer]
         inputs = self.model.hidden_size * (shape.num_heads * shape.key_dim + shape.num_kv_heads * (shape.key_dim + shape.value_dim))
-        return min(1.0, inputs / max(1, sum(map(_elements, tensors))))
+        return min(1.0, inputs / max(1, self._matrices(layer, part)[0]))
 
     def _attending(self, work: BatchWork, layer: int, unit: KVUnit, size: StepSize, before: float) -> BatchWork:
         """Attention and what becomes of keys and values."""
         costs, shape, kv_format = self.costs, self.model.layers[layer], self.decision.kv_format
         quantized = kv_format in QUANTIZED
-        new = size.rows * kv_elements(shape, size.new_tokens)
-        stored = size.rows * kv_bytes(shape, size.new_tokens, kv_format)
         away = unit.home != "device"
         on_host = away and unit.attends == "host" and size.step > 0
-        work = replace(
-            work,
-            quantize=costs.quantize_s(new) if quantized else 0.0,
+        stored = size.rows * kv_bytes(shape, size.new_tokens, kv_format)
+        compute, after, attend, read, load = work.compute, 0.0, 0.0, 0.0, 0.0
+        if size.step == 0:
+            compute += costs.prefill_attention_s(shape, size.rows, size.new_tokens)
+        else:
+            old = size.rows * kv_bytes(shape, size.context - 1, kv_format)
+            read = costs.read_s(old) if unit.home == "disk" else 0.0
+            if on_host:
+                attend = costs.host_attention_s(shape, size.rows, size.context, kv_format)
+                compute, after = compute * before, compute * (1 - before)
+            else:
+                widening = costs.dequantize_s(size.rows * kv_elements(shape, size.context)) if quantized else 0.0
+                compute += costs.decode_attention_s(shape, size.rows, size.context) + widening
+                if unit.home == "disk" and self.runtime.stages_disk:
+                    read += costs.upload_s(old, True)
+                elif away:
+                    load = costs.upload_s(old, unit.home == "disk" or self.runtime.kv_page_locked)
+        return BatchWork(
+            read=read,
+            load_kv=load,
+            load_hidden=work.load_hidden,
+            compute=compute,
+            quantize=costs.quantize_s(size.rows * kv_elements(shape, size.new_tokens)) if quantized else 0.0,
+            attend=attend,
+            after=after,
             store_kv=costs.download_s(stored, self.runtime.kv_page_locked) if away and not on_host else 0.0,
+            store_hidden=work.store_hidden,
             write=costs.write_s(stored) if unit.home == "disk" else 0.0,
         )
-        if size.step == 0:
-            return replace(work, compute=work.compute + costs.prefill_attention_s(shape, size.rows, size.new_tokens))
-        old = size.rows * kv_bytes(shape, size.context - 1, kv_format)
-        read = costs.read_s(old) if unit.home == "disk" else 0.0
-        if on_host:
-            attend = costs.host_attention_s(shape, size.rows, size.context, kv_format)
-            return replace(work, read=read, attend=attend, compute=work.compute * before, after=work.compute * (1 - before))
-        widening = costs.dequantize_s(size.rows * kv_elements(shape, size.context)) if quantized else 0.0
-        work = replace(work, compute=work.compute + costs.decode_attention_s(shape, size.rows, size.context) + widening)
-        if unit.home == "disk":
-            carried = costs.upload_s(old, True)
-            return replace(work, read=read + carried) if self.runtime.stages_disk else replace(work, read=read, load_kv=carried)
-        return replace(work, load_kv=costs.upload_s(old, self.runtime.kv_page_locked)) if away else work
 
     def _head(self, block: ChainBlock, size: StepSize) -> UnitWork:
         head = self.model.head

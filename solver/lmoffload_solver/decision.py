@@ -66,7 +66,7 @@ class Job:
     model: ModelShape
     workload: Workload
 
-    @property
+    @cached_property
     def num_prompts(self) -> int:
         return self.workload.num_prompts
 
@@ -74,7 +74,7 @@ class Job:
     def mean_length(self) -> float:
         return self.workload.prompt_tokens / self.workload.num_prompts
 
-    @property
+    @cached_property
     def longest(self) -> int:
         return self.workload.max_prompt_len
 

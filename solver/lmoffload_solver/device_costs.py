@@ -6,16 +6,16 @@ and dequantizing are terms of their own.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cached_property
-
-import numpy as np
+from math import exp, log
 
 from lmoffload_solver import counting
 from lmoffload_solver.accelerator import Accelerator, Way
-from lmoffload_solver.costs import rate_at
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import QUANTIZED, format_of
-from lmoffload_solver.machine import Curve, Disk, MachineProfile
+from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import Tier
@@ -28,6 +28,24 @@ LAYER_LAUNCHES = 24
 
 REPEATED_TRAFFIC = 3
 """Repeating keys and values over their query heads reads them, writes the copy, and reads that."""
+
+
+class LogCurve:
+    """A rate over x, linear in the logarithms between points and flat beyond them, as `costs.rate_at`; for one number at a time."""
+
+    def __init__(self, x: Sequence[float], y: Sequence[float]) -> None:
+        self.x, self.most = [log(value) for value in x], max(y)
+        self.y = [log(value) for value in y]
+
+    def at(self, x: float) -> float:
+        """The rate at x > 0."""
+        place = log(x)
+        after = bisect_left(self.x, place)
+        if after in (0, len(self.x)):
+            return exp(self.y[max(0, after - 1)] if after else self.y[0])
+        begin, end = self.x[after - 1], self.x[after]
+        share = (place - begin) / (end - begin)
+        return exp(self.y[after - 1] + share * (self.y[after] - self.y[after - 1]))
 
 
 class DeviceCosts:
@@ -43,16 +61,18 @@ class DeviceCosts:
         self.machine, self.disk, self.runtime = machine, disk, runtime
         self.accelerator: Accelerator = machine.accelerator
         products = self.accelerator.products
-        self._rows = np.log(products.rows)
-        self._flops = np.log(products.flops_per_s)
-        self._links = {(link.direction, link.page_locked): link.bytes_per_s for link in machine.links}
+        self._flops = LogCurve(products.rows, products.flops_per_s)
+        self._links = {(link.direction, link.page_locked): LogCurve(link.bytes_per_s.x, link.bytes_per_s.y) for link in machine.links}
+        self._elementwise: dict[tuple[str, int], int] = {}
+        self._rates = {(rate.work, rate.tier, rate.way): rate.per_s for rate in machine.rates}
 
     def rate(self, work: str, tier: Tier, way: Way) -> float:
         """A rate of the profile; the other way's where this one is not known."""
-        found = {rate.way: rate.per_s for rate in self.machine.rates if rate.work == work and rate.tier == tier}
-        if not found:
+        other: Way = "eager" if way == "fused" else "fused"
+        found = self._rates.get((work, tier, way)) or self._rates.get((work, tier, other))
+        if found is None:
             raise StatedError(f"The machine profile {self.machine.name!r} has no rate for {work} on {tier}; profile it again.")
-        return found.get(way, next(iter(found.values())))
+        return found
 
     # Transfers
 
@@ -66,7 +86,7 @@ class DeviceCosts:
 
     def link_rate(self, direction: str, page_locked: bool) -> float:
         """Best bytes per second of a direction."""
-        return max(self._link(direction, page_locked).y)
+        return self._link(direction, page_locked).most
 
     def read_s(self, num_bytes: float) -> float:
         """Disk to host, in large requests."""
@@ -89,9 +109,9 @@ class DeviceCosts:
     def _copy_s(self, direction: str, num_bytes: float, page_locked: bool) -> float:
         if num_bytes < 1:
             return 0.0
-        return num_bytes / float(rate_at(self._link(direction, page_locked), num_bytes))
+        return num_bytes / self._link(direction, page_locked).at(num_bytes)
 
-    def _link(self, direction: str, page_locked: bool) -> Curve:
+    def _link(self, direction: str, page_locked: bool) -> LogCurve:
         found = self._links.get((direction, page_locked)) or self._links.get((direction, not page_locked))
         if found is None:
             raise StatedError(f"The machine profile {self.machine.name!r} has no {direction} measured; profile it again.")
@@ -101,20 +121,26 @@ class DeviceCosts:
 
     def product_s(self, rows: float, weights: int, count: int) -> float:
         """Products of `count` matrices with `weights` elements in all over `rows` rows."""
-        flops = float(np.exp(np.interp(np.log(max(rows, 1.0)), self._rows, self._flops)))
+        flops = self._flops.at(max(rows, 1.0))
         by_memory = DEVICE_ACTIVATION_BYTES * weights / self.accelerator.memory_bytes_per_s
         return max(counting.linear_flops(1, 1, weights) * rows / flops, by_memory, count * self.accelerator.launch_s)
 
     def fused_product_s(self, rows: float, weights: int, num_bytes: float, count: int) -> float:
         """The same over quantized weights of `num_bytes`, dequantized in the inner loop."""
-        flops = float(np.exp(np.interp(np.log(max(rows, 1.0)), self._rows, self._flops))) * self.accelerator.fused_products_share
+        flops = self._flops.at(max(rows, 1.0)) * self.accelerator.fused_products_share
         by_memory = num_bytes / self.accelerator.memory_bytes_per_s
         return max(counting.linear_flops(1, 1, weights) * rows / flops, by_memory, count * self.accelerator.launch_s)
 
     def elementwise_s(self, model: ModelShape, layer: int, tokens: float) -> float:
         """Norms, residuals, activation and rotary embedding of a layer, half as many bytes as in fp32."""
-        num_bytes = counting.elementwise_bytes(model, layer, 1) * tokens * DEVICE_ACTIVATION_BYTES / counting.ACTIVATION_BYTES
+        num_bytes = self._elementwise_bytes(model, layer) * tokens * DEVICE_ACTIVATION_BYTES / counting.ACTIVATION_BYTES
         return max(num_bytes / self.accelerator.memory_bytes_per_s, LAYER_LAUNCHES * self.accelerator.launch_s)
+
+    def _elementwise_bytes(self, model: ModelShape, layer: int) -> int:
+        known = self._elementwise.get((model.name, layer))
+        if known is None:
+            known = self._elementwise[model.name, layer] = counting.elementwise_bytes(model, layer, 1)
+        return known
 
     def prefill_attention_s(self, shape: LayerShape, rows: float, length: float) -> float:
         """Causal attention over prompts; operator by operator every pair is computed, fused only those that count."""

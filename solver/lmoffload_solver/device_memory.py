@@ -45,6 +45,9 @@ class ChainMemory:
             "host": host if limits.host_memory_bytes is None else min(host, limits.host_memory_bytes),
             "disk": machine.disks[0].free_bytes if limits.disk_space_bytes is None else limits.disk_space_bytes,
         }
+        self._largest_kv = max(kv_elements(shape, job.longest + job.gen_len) for shape in self.model.layers)
+        self._attention = max(2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in self.model.layers)
+        self._heads = max(s.num_heads for s in self.model.layers)
         self.widened = cache(self._widened_weights)
         self.vectors = counting.vector_bytes(self.model) * DEVICE_ACTIVATION_BYTES // counting.ACTIVATION_BYTES
 
@@ -62,9 +65,8 @@ class ChainMemory:
         """Temporaries of a layer over a micro-batch's prompts, or its logits: copies of the hidden state, query, key, value and attention's
         output, or the MLP's products; operator by operator also all scores, twice."""
         model, length = self.model, self.job.longest
-        attention = max(2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers)
-        layer = rows * length * (2 * model.hidden_size + max(attention, 2 * model.intermediate_size))
-        scores = 2 * rows * max(s.num_heads for s in model.layers) * length * length if eager else 0
+        layer = rows * length * (2 * model.hidden_size + max(self._attention, 2 * model.intermediate_size))
+        scores = 2 * rows * self._heads * length * length if eager else 0
         return DEVICE_ACTIVATION_BYTES * max(layer + scores, LOGITS_COPIES * rows * model.vocab_size)
 
     def hidden_bytes(self, rows: int) -> int:
@@ -124,9 +126,7 @@ class ChainMemory:
     def _widened(self, decision: Decision, rows: int) -> int:
         """The 16-bit copies of a layer's (or, made for each micro-batch, of a matrix's) weights and of a micro-batch's KV."""
         weights = self.widened(tuple(decision.formats.items()), decision.runtime.dequantizes_per == "block")
-        kv = 0.0
-        if decision.kv_format in QUANTIZED:
-            kv = max(rows * kv_elements(shape, self.job.longest + self.job.gen_len) for shape in self.model.layers)
+        kv = rows * self._largest_kv if decision.kv_format in QUANTIZED else 0.0
         return DEVICE_ACTIVATION_BYTES * round(weights + kv)
 
     def _widened_weights(self, formats: tuple[tuple[TensorClass, str], ...], whole: bool) -> int:
