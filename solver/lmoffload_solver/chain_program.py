@@ -67,7 +67,8 @@ class ChainProgram:
         self.seconds = [new(f"T.{step.name}", 0) for step in choices.steps]
         total = pulp.lpSum(step.weight * seconds for step, seconds in zip(choices.steps, self.seconds, strict=True))
         away = pulp.lpSum(k for k, unit in zip(self.k, PLACES, strict=True) if unit.home != "device")
-        self.model += total + TIE * away
+        self.tie = TIE * sum(step.weight * step.device for step in choices.steps)
+        self.model += total + self.tie * away
         self.placed()
         self.buffers()
         self.capacity()
@@ -108,7 +109,7 @@ class ChainProgram:
     def upload(self) -> None:
         """upload.e: T_e >= U_e, with U_e = (weights not on the device) / R_up + Σ_p k[p]·U_p,e + hidden − early; and with H_e what the host
         attends, both at once slowing each other by u and h: T_e >= U_e + H_e·h·(1 − 1/u) and T_e >= H_e + U_e·u·(1 − 1/h)."""
-        slow = self.choices.contention if self.choices.prefetch_depth else Contention()
+        slow = self._slowing()
         for step, seconds in self._steps():
             up, attend = self._upload(step), self._kv(step.attend_host)
             if slow.read == 1 and slow.compute == 1:
@@ -140,7 +141,7 @@ class ChainProgram:
         for (step, seconds), packed in zip(self._steps(), self.choices.packed_s, strict=True):
             one = 1 / step.num_batches
             attended = self._kv(tuple(a + h for a, h in zip(step.attend_device, step.attend_host, strict=True)))
-            self._add(f"path.{step.name}", seconds >= (step.device + min(packed, 0.0)) * one + attended * one)
+            self._add(f"path.{step.name}", seconds >= (step.device + packed) * one + attended * one)
 
     def solve(self) -> ChainSolution | None:
         """The optimum; None where the rows contradict each other."""
@@ -150,8 +151,32 @@ class ChainProgram:
             return None
         weights = {c: {tier: float(v.value()) for tier, v in by_tier.items()} for c, by_tier in self.w.items()}
         duals = {name: float(row.pi) for name, row in self.rows.items()}
-        total = sum(step.weight * float(seconds.value()) for step, seconds in self._steps())
-        return ChainSolution(total * (1 - TIE), weights, tuple(float(k.value()) for k in self.k), duals)
+        total = max(0.0, float(self.pulp.value(self.model.objective)) - self.tie)
+        return ChainSolution(total, weights, tuple(float(k.value()) for k in self.k), duals)
+
+    def scaling_s(self, solution: ChainSolution, resource: str) -> float:
+        """Seconds of the job that scale with 1 / rate of the link up ("upload") or of the disk ("disk_read"): Σ_e dual · seconds."""
+        slow = self._slowing()
+        sizes, kv = self.choices.sizes.classes, solution.kv
+        moved = sum(sizes[c] * (share["host"] + share["disk"]) for c, share in solution.weights.items())
+        staged = sum(sizes[c] * share["disk"] for c, share in solution.weights.items())
+        total = 0.0
+        for step, _ in self._steps():
+            if resource == "disk_read":
+                rate = self.choices.read_bytes_per_s
+                seconds = staged / rate + sum(a * b for a, b in zip(step.read, kv, strict=True)) - self._early(step, rate)
+                total += solution.duals[f"disk_read.{step.name}"] * seconds
+                continue
+            rate = self.choices.upload_bytes_per_s
+            seconds = moved / rate + sum(a * b for a, b in zip(step.upload, kv, strict=True)) + step.load_hidden - self._early(step, rate)
+            dual = solution.duals[f"upload.{step.name}"]
+            dual += solution.duals.get(f"contended.{step.name}", 0.0) * slow.read * (1 - 1 / slow.compute)
+            total += dual * seconds
+        return max(0.0, total)
+
+    def _slowing(self) -> Contention:
+        """Nothing overlaps for long without read-ahead."""
+        return self.choices.contention if self.choices.prefetch_depth else Contention()
 
     def _steps(self) -> list[tuple[StepTerms, Any]]:
         return list(zip(self.choices.steps, self.seconds, strict=True))
@@ -184,5 +209,5 @@ class ChainProgram:
 
 GB = 1e9
 
-TIE = 1e-7
-"""Seconds that decide between plans that are equally quick: keys and values then lie on the device."""
+TIE = 1e-5
+"""Share of the device's work that decides between plans that are equally quick: keys and values then lie on the device."""

@@ -29,7 +29,7 @@ from lmoffload_solver.workload import Limits
 MOST_MICRO_BATCHES = 24
 DEPTHS = (1, 2, 0)
 MOST_PROGRAMS = 40
-PROOF = 0.002
+PROOF = 0.005
 """The search ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
 SAME = 1e-9
 

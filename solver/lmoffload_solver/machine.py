@@ -160,6 +160,10 @@ class Processor(Value):
     name: str
     cores: int = Field(gt=0)
     instruction_sets: tuple[str, ...] = ()
+    threads_per_core: int | None = Field(default=None, gt=0)
+    """Where `cores` counts hardware threads; None: it counts physical cores."""
+    numa_nodes: int | None = Field(default=None, gt=0)
+    """Over which the cores are spread evenly; None: one."""
 
 
 class MachineProfile(Value):
