@@ -109,7 +109,7 @@ class ChainProgram:
     def upload(self) -> None:
         """upload.e: T_e >= U_e, with U_e = (weights not on the device) / R_up + Σ_p k[p]·U_p,e + hidden − early; and with H_e what the host
         attends, both at once slowing each other by u and h: T_e >= U_e + H_e·h·(1 − 1/u) and T_e >= H_e + U_e·u·(1 − 1/h)."""
-        slow = self._slowing()
+        slow = self.choices.contention
         for step, seconds in self._steps():
             up, attend = self._upload(step), self._kv(step.attend_host)
             if slow.read == 1 and slow.compute == 1:
@@ -156,7 +156,7 @@ class ChainProgram:
 
     def scaling_s(self, solution: ChainSolution, resource: str) -> float:
         """Seconds of the job that scale with 1 / rate of the link up ("upload") or of the disk ("disk_read"): Σ_e dual · seconds."""
-        slow = self._slowing()
+        slow = self.choices.contention
         sizes, kv = self.choices.sizes.classes, solution.kv
         moved = sum(sizes[c] * (share["host"] + share["disk"]) for c, share in solution.weights.items())
         staged = sum(sizes[c] * share["disk"] for c, share in solution.weights.items())
@@ -173,10 +173,6 @@ class ChainProgram:
             dual += solution.duals.get(f"contended.{step.name}", 0.0) * slow.read * (1 - 1 / slow.compute)
             total += dual * seconds
         return max(0.0, total)
-
-    def _slowing(self) -> Contention:
-        """Nothing overlaps for long without read-ahead."""
-        return self.choices.contention if self.choices.prefetch_depth else Contention()
 
     def _steps(self) -> list[tuple[StepTerms, Any]]:
         return list(zip(self.choices.steps, self.seconds, strict=True))
@@ -200,7 +196,7 @@ class ChainProgram:
     def _early(self, step: StepTerms, rate: float) -> float:
         """What may have been moved while the longer step before computed."""
         largest = max(self.choices.sizes.in_layers / self.choices.num_layers, self.choices.sizes.classes["head"])
-        return (self.choices.prefetch_depth + 1) * largest / rate if step.early else 0.0
+        return (self.choices.prefetch_depth + 2) * largest / rate if step.early else 0.0
 
     def _add(self, name: str, row: Any) -> None:
         self.rows[name] = row

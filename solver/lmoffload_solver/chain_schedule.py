@@ -105,17 +105,27 @@ def lay_out(steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int, e
     return _in_turns(steps, runtime, emit)
 
 
+def num_buffers(depth: int, host_attends: bool) -> int:
+    """Buffers of weights on the device: the unit computed, those ahead, and where the host attends the unit before."""
+    return depth + 1 + int(host_attends)
+
+
 class Queues:
     """Every resource has its own queue.
 
     A unit's weights go up in one piece per micro-batch, between the loads of the unit that is computed `depth` units before, into one of
     depth + 1 buffers, free once all micro-batches have computed the unit that had it. Keys, values and hidden states have two buffers each
-    way. Where the host attends, the device goes on with the next micro-batch and takes up the rest of the layer for all in a second pass.
+    way. Where the host attends, the device goes on with the next micro-batch, and takes up the rest of the layer together with the beginning
+    of the next: while the host attends to one micro-batch the device computes the others. A layer's weights are then needed one unit
+    longer, so there is one buffer more. Hidden states that wait for the host's attention are stored and loaded around it.
     """
 
     def __init__(self, steps: Sequence[Sequence[UnitWork]], depth: int, emit: Emit) -> None:
         self.units = [(number, place, unit) for number, step in enumerate(steps) for place, unit in enumerate(step)]
         self.depth, self.emit = depth, emit
+        self.buffers = num_buffers(depth, any(batch.attend for step in steps for unit in step for batch in unit.batches))
+        self.deferred: dict[int, tuple[int, BatchWork, float]] = {}
+        """By micro-batch: the unit whose attention the host is at, and when that ends."""
         self.uploaded = [NOTHING] * len(self.units)
         self.staged = [NOTHING] * len(self.units)
         self.computed = [NOTHING] * len(self.units)
@@ -144,7 +154,7 @@ class Queues:
         if number >= len(self.units):
             return
         step, place, unit = self.units[number]
-        before = number - self.depth - 1
+        before = number - self.buffers
         free = self.computed[before] if before >= 0 else NOTHING
         if unit.read:
             self.staged[number] = self.emit("disk_read", "read_weights", (step, place, None), unit.read / pieces, (free,))
@@ -160,26 +170,40 @@ class Queues:
         if unit.dequantize:
             ready = emit("device", "dequantize_weights", (step, place, None), unit.dequantize, (ready,))
         loaded = self.load(number, 0, batches[0])
-        attended = []
         for batch, work in enumerate(batches):
             where = (step, place, batch)
             upcoming = self.load(number, batch + 1, batches[batch + 1]) if batch + 1 < len(batches) else ()
             if self.depth:
                 self.weights(number + self.depth, batch, len(batches))
-            end = emit("device", "compute_before_attention" if work.attend else "compute", where, work.compute, (ready, *loaded, self.sent[0]))
+            self.take_up(batch)
+            kind: Kind = "compute_before_attention" if work.attend else "compute"
+            end = emit("device", kind, where, work.compute, (ready, *loaded, self.sent[0]))
             if work.quantize:
                 end = emit("device", "quantize_kv", where, work.quantize, ())
             self.done = [self.done[1], end]
+            self.computed[number] = end
             if work.attend:
-                attended.append((batch, work, emit("host_attention", "host_attention", where, work.attend, (end, *loaded))))
+                self.deferred[batch] = (number, work, emit("host_attention", "host_attention", where, work.attend, (end, *loaded)))
+                if work.store_hidden:
+                    self.hidden[batch] = emit("download", "store_hidden", where, work.store_hidden, (end,))
             else:
                 self.store(number, batch, work, end)
-            self.computed[number] = end
             loaded = upcoming
-        for batch, work, end in attended:
-            end = emit("device", "compute_after_attention", (step, place, batch), work.after, (end,))
-            self.store(number, batch, work, end)
-            self.computed[number] = end
+
+    def take_up(self, batch: int) -> None:
+        """Emit the rest of the layer for a micro-batch that the host attended to."""
+        if batch not in self.deferred:
+            return
+        number, work, attended = self.deferred.pop(batch)
+        step, place, _ = self.units[number]
+        where, waits = (step, place, batch), (attended,)
+        if work.load_hidden:
+            loaded = self.emit("upload", "load_hidden", where, work.load_hidden, (self.hidden[batch], self.done[0]))
+            waits = (attended, loaded)
+        end = self.emit("device", "compute_after_attention", where, work.after, waits)
+        self.computed[number] = end
+        if work.write:
+            self.emit("disk_write", "store_kv", where, work.write, (end,))
 
     def load(self, number: int, batch: int, work: BatchWork) -> tuple[float, ...]:
         """Emit what a micro-batch needs from outside the device; returns what its computing waits for."""
@@ -190,7 +214,7 @@ class Queues:
             waits.append(self.emit("disk_read", "load_kv", where, work.read, (free,)))
         if work.load_kv:
             waits.append(self.emit("upload", "load_kv", where, work.load_kv, (free, *waits)))
-        if work.load_hidden:
+        if work.load_hidden and not work.attend and batch not in self.deferred:
             waits.append(self.emit("upload", "load_hidden", where, work.load_hidden, (free, self.hidden.get(batch, NOTHING))))
         return tuple(waits)
 

@@ -32,6 +32,8 @@ MOST_PROGRAMS = 40
 PROOF = 0.005
 """The search ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
 SAME = 1e-9
+TIED = 1e-6
+"""Relative difference of bounds that are taken for equal."""
 
 WEIGHT_FORMATS: dict[Quality, tuple[str, ...]] = {
     "exact": (),
@@ -164,7 +166,7 @@ class ChainSearch:
     ) -> float:
         """Seconds that no placement goes below: in each step the larger of
 
-        the device's work, attention left to others;
+        the device's work, attention shared with the host so that both are done at once, or a micro-batch's own way through both;
         what must go up or be attended to on the host, the device's room filled with what saves most per byte;
         what must come from disk, rooms of device and host filled."""
         up_rate, read_rate = self.terms.upload_rate, self.costs.read_rate
@@ -173,17 +175,20 @@ class ChainSearch:
         total = 0.0
         excess = max(0.0, weights + kv_bytes - rooms["device"] - rooms["host"])
         for step, packed_s in zip(steps, packed, strict=True):
-            attend = min(step.attend_device)
             kv_up, kv_host = step.upload[1], step.attend_host[2]
             carried = step.load_hidden if hidden else 0.0
             by_weight = 1 / up_rate
             kv_s = min(kv_up, kv_host if serial or kv_up == 0 else 0.0) if step.attend_host[2] else kv_up
             by_kv = kv_s / kv_bytes if kv_bytes else 0.0
             moved = weights * by_weight + kv_s - max(by_weight, by_kv) * max(0.0, rooms["device"]) + carried
-            early = 3 * (weights / self.model.num_layers) * by_weight if step.early else 0.0
+            early = 4 * (weights / self.model.num_layers) * by_weight if step.early else 0.0
             whole = min(step.read[3] / kv_bytes * read_rate if kv_bytes and step.read[3] else 0.0, 1.0)
             read = excess * whole / read_rate
-            total += step.weight * max(step.device + packed_s + attend, moved - early, read - early * up_rate / read_rate, 0.0)
+            work = step.device + packed_s
+            on_device, on_host = step.attend_device[0], kv_host
+            path = (work + min(on_device, on_host)) / step.num_batches
+            shared = on_host * (work + on_device) / (on_device + on_host) if on_device + on_host else 0.0
+            total += step.weight * max(work, path, shared, moved - early, read - early * up_rate / read_rate, 0.0)
         return total
 
     def choices(self, candidate: ChainCandidate) -> ChainChoices:
@@ -231,13 +236,13 @@ class ChainSearch:
 
     def rounded(self, candidate: ChainCandidate, solution: ChainSolution) -> Iterator[Decision]:
         """Whole-tensor, whole-unit decisions near the program's optimum."""
-        placer, slots = self.placer(candidate.formats), candidate.prefetch_depth + 1
+        placer = self.placer(candidate.formats)
         for kv in kv_placements(solution.kv, self.model.num_layers, candidate.num_micro_batches):
             bare = self.decision(candidate, {t.name: "disk" for t in self.model.tensors if t.is_matrix}, kv)
             parts = self.memory.parts(bare)
             taken = {tier: sum(value for name, value in parts[tier].items() if not name.startswith("weight")) for tier in ("device", "host")}
             rooms = {tier: self.memory.capacity[tier] - taken[tier] for tier in ("device", "host")}  # type: ignore[index]
-            placed = placer.fill(rooms["device"], rooms["host"], slots)
+            placed = placer.fill(rooms["device"], rooms["host"], bare.num_buffers)
             if placed is not None:
                 decision = self.decision(candidate, placed.homes, kv)
                 if self.memory.fits(decision):
@@ -245,14 +250,12 @@ class ChainSearch:
 
     def run(self) -> ChainFound | None:
         """The best plan; None where nothing fits, or the time is over before anything was simulated."""
-        heap: list[tuple[float, int, ChainCandidate, ChainSolution | None]] = [
-            (bound, number, candidate, None) for number, (bound, candidate) in enumerate(self.bounds())
-        ]
+        heap = [self._entry(bound, candidate, number) for number, (bound, candidate) in enumerate(self.bounds())]
         heapq.heapify(heap)
         self.candidates = len(heap)
         best: ChainFound | None = None
         while heap:
-            bound, number, candidate, solution = heapq.heappop(heap)
+            (bound, _, _, number), candidate, solution = heapq.heappop(heap)
             self.bound_s = bound
             if best is not None and bound >= best.simulated.total_s * (1 - self.proof):
                 break
@@ -263,7 +266,7 @@ class ChainSearch:
                 self.programs_solved += 1
                 solution = ChainProgram(self.choices(candidate)).solve()
                 if solution is not None:
-                    heapq.heappush(heap, (max(bound, solution.total_s), number, candidate, solution))
+                    heapq.heappush(heap, self._entry(max(bound, solution.total_s), candidate, number, solution))
                 continue
             for decision in self.rounded(candidate, solution):
                 simulated = simulate_chain(self.job, self.costs, decision)
@@ -273,6 +276,15 @@ class ChainSearch:
         else:
             self.bound_s = best.simulated.total_s if best is not None else float("inf")
         return best
+
+
+    def _entry(
+        self, bound: float, candidate: ChainCandidate, number: int, solution: ChainSolution | None = None
+    ) -> tuple[tuple[float, int, int, int], ChainCandidate, ChainSolution | None]:
+        """An entry of the heap: of bounds that are equal but for rounding first the one that keeps everything as stored, then the smallest."""
+        lossy = len(candidate.formats) + (candidate.kv_format != self.base_format)
+        rounded = float(f"{bound * (1 - TIED):.6g}")
+        return (min(bound, rounded), int(lossy > 0), sum(self.sizes(candidate.formats).classes.values()), number), candidate, solution
 
 
 def grid(total: int, most: int) -> tuple[int, ...]:

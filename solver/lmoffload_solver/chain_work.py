@@ -55,7 +55,7 @@ class ChainWork:
         """The sampled steps of a block, tasks that slow each other stretched."""
         steps = [self.step(block, step.step) for step in self.steps]
         contention = Contention.of(self.costs.machine, "upload", "host_attention")
-        return _slowed(steps, self.runtime.overlap, contention, depth=self.decision.prefetch_depth)
+        return _slowed(steps, self.runtime.overlap, contention)
 
     def step(self, block: ChainBlock, step: int) -> list[UnitWork]:
         """The units of one step: each layer or half of one, and the output head."""
@@ -221,9 +221,9 @@ def _kinds(model: ModelShape) -> list[int]:
     return [numbers[kind] for kind in kinds]
 
 
-def _slowed(steps: list[list[UnitWork]], overlap: str, slow: Contention, *, depth: int) -> list[list[UnitWork]]:
+def _slowed(steps: list[list[UnitWork]], overlap: str, slow: Contention) -> list[list[UnitWork]]:
     """Uploads and host attention stretched where they run at once: over a whole step between queues, turn by turn between barriers."""
-    if overlap == "none" or slow == Contention() or (overlap == "queues" and not depth):
+    if overlap == "none" or slow == Contention():
         return steps
     return [_step_slowed(step, slow) for step in steps] if overlap == "queues" else _turns_slowed(steps, slow)
 

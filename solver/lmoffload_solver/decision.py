@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from lmoffload_solver import counting
+from lmoffload_solver.chain_schedule import num_buffers
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import TensorClass, Tier
@@ -49,6 +50,12 @@ class Decision:
     @property
     def block_rows(self) -> int:
         return self.micro_batch * self.num_micro_batches
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers of weights, as `chain_schedule.num_buffers`."""
+        attended = any(unit.attends == "host" and unit.home != "device" for units in self.kv for unit in units)
+        return num_buffers(self.prefetch_depth, attended and self.runtime.overlap == "queues")
 
 
 class ChainBlock(NamedTuple):

@@ -100,8 +100,8 @@ class ChainMemory:
         for tier in parts:
             parts[tier]["weights"] = homes[tier]
             parts[tier]["kv"] = round(kv[tier])
-        parts["device"]["weight buffers"] = (decision.prefetch_depth + 1) * streamed
-        parts["host"]["weight buffers"] = (decision.prefetch_depth + 1) * staged
+        parts["device"]["weight buffers"] = decision.num_buffers * streamed
+        parts["host"]["weight buffers"] = decision.num_buffers * staged
         parts["device"]["kv buffers"] = round(buffers["device"])
         parts["host"]["kv buffers"] = round(buffers["host"])
         return parts
