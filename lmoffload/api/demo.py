@@ -73,6 +73,7 @@ def run_demo(name: str | None) -> None:
     for question, answer in zip(QUESTIONS, answers, strict=True):
         print(f"   > {question}\n   {' '.join(answer.split())}\n")
     show(run_tables(report))
+    print("\nTokens per second count what was really generated: an answer that ends early makes fewer than planned.")
     _compare(machine, offloaded, workload, text, answers, report)
 
 

@@ -24,6 +24,7 @@ class Template:
     tensor_class: TensorClass
     is_matrix: bool = False
     when: tuple[str, ...] = ()
+    is_table: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ OPT = Family(
     }),
     before=(
         _matrix("model.decoder.embed_tokens", "vocab", "word", "embedding"),
-        Template("model.decoder.embed_positions.weight", ("learned_positions", "hidden"), "embedding"),
+        Template("model.decoder.embed_positions.weight", ("learned_positions", "hidden"), "embedding", is_table=True),
         Template("model.decoder.project_in.weight", ("hidden", "word"), "embedding", False, ("projected",)),
     ),
     layer=(

@@ -44,6 +44,7 @@ def model_shape(
                 tensor_class=template.tensor_class,
                 layer=layer,
                 is_matrix=template.is_matrix,
+                is_table=template.is_table,
             )
         )
     return ModelShape(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import gcd
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
 from lmoffload.modeling.rotary import switches_at
 from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
@@ -32,10 +32,6 @@ from lmoffload_solver.value import Kind, Resource
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint
-
-VECTOR_ELEMENTS = 64
-"""Elements that torch's vectorised loops take at once (four AVX-512 registers); what is left over goes through scalar code whose
-transcendental functions may differ in the last bit. A step's tokens are padded so that nothing is left over."""
 
 TASK_RESOURCE: Mapping[Kind, Resource] = {"read_weights": "disk_read", "compute": "host_compute"}
 """Each kind of task of a plan without accelerator has a resource of its own, so the plan's busy seconds are its prediction."""
@@ -68,6 +64,7 @@ class Engine:
 
         if plan.model.digest != checkpoint.fingerprint:
             raise StatedError(f"The plan was made for the model {plan.model.name!r}, not for {checkpoint.shape.name!r}: make a new plan.")
+        self._torch_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
         process.reset_peak()
         self.plan, self.shape = plan, checkpoint.shape
@@ -137,7 +134,7 @@ class Engine:
         began = time.perf_counter()
         for number, block in enumerate(blocks):
             num_steps = max(row.request.max_new_tokens for batch in block for row in batch.rows)
-            full = len(block) == self.plan.num_micro_batches and all(len(batch.rows) == self.plan.micro_batch for batch in block)
+            full = sum(len(batch.rows) for batch in block) == sum(len(batch.rows) for batch in blocks[0])
             for step, finished in self._blocks.run(block, num_steps, full, self._stop_ids, self._decode):
                 for row in finished:
                     finish(places[id(row)], _completion(row))
@@ -194,9 +191,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End every thread; the engine cannot be used afterwards."""
+        """End every thread and give torch back its own; the engine cannot be used afterwards."""
         self._reader.close()
         self._pool.close()
+        torch.set_num_threads(self._torch_threads)
 
     def __enter__(self) -> Engine:
         return self
@@ -214,7 +212,7 @@ class Engine:
         size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         made = [
-            MicroBatch(i % per_block, batch, self.shape, self._pool, self._token_multiple(), every_logit, keep_logits)
+            MicroBatch(i % per_block, batch, self.shape, self._pool, counting.token_multiple(self.shape), every_logit, keep_logits)
             for i, batch in enumerate(batches)
         ]
         blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]
@@ -235,11 +233,6 @@ class Engine:
                 f"This model changes its rotary embedding at {self._switches_at} tokens, and the prompt of {length} would grow to {total}: "
                 f"ask for at most {self._switches_at - length} new tokens."
             )
-
-    def _token_multiple(self) -> int:
-        sizes = [self.shape.hidden_size, self.shape.intermediate_size]
-        sizes += [size for layer in self.shape.layers for size in (layer.key_dim, layer.value_dim)]
-        return max(4, *(VECTOR_ELEMENTS // gcd(VECTOR_ELEMENTS, size) for size in sizes))
 
     def _check_bytes(self) -> None:
         """Bytes in memory are the plan's, exactly: an option that was accepted but has no effect is a fault."""

@@ -30,7 +30,7 @@ class Meter:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_full_steps: int = 0
-    """Decode steps of full blocks, and their time: what `step_s` is about."""
+    """Decode steps of blocks as large as the first, with all their rows, and their time: what `step_s` is about."""
     full_steps_s: float = 0.0
     tokens: int = 0
     decode_tokens: int = 0

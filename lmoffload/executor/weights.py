@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Piece, Unit, num_slots, slot_bytes
+
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class StoredSource(Source, Protocol):
@@ -52,12 +55,12 @@ class WeightStore:
         self._resident = self._load_resident(plan)
         self._current: dict[str, Matrix] = {}
         self._head: tuple[Matrix, int, int] | None = None
-        self.vectors = {t.name: self._widened(t) for t in self._shape.tensors if not t.is_matrix}
+        self.vectors = {t.name: self._mapped(t) if t.is_table else self._widened(t) for t in self._shape.tensors if not t.is_matrix}
 
     @property
     def vector_bytes(self) -> int:
         """Stored bytes of the resident tensors that are no matrices; in memory they are fp32."""
-        return sum(stored_bytes(t.shape, t.format) for t in self._shape.tensors if not t.is_matrix)
+        return sum(stored_bytes(t.shape, t.format) for t in self._shape.tensors if not t.is_matrix and not t.is_table)
 
     @property
     def ring_bytes(self) -> int:
@@ -136,6 +139,15 @@ class WeightStore:
     def _row_order(self, tensor: TensorShape) -> torch.Tensor | None:
         order = self._tensors.source(tensor.name).row_order
         return None if order is None else torch.from_numpy(np.ascontiguousarray(order))
+
+    def _mapped(self, tensor: TensorShape) -> torch.Tensor:
+        """A table in its stored precision, its rows read from the file as they are looked up."""
+        source = self._tensors.source(tensor.name)
+        size = stored_bytes(tensor.shape, tensor.format)
+        raw = np.memmap(source.file, np.uint8, "r", source.offset_bytes, (size,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the mapping is read-only, and so is every use of it
+            return torch.from_numpy(raw).view(TORCH_DTYPES[tensor.format]).view(tensor.shape)
 
     def _widened(self, tensor: TensorShape) -> torch.Tensor:
         raw = torch.from_numpy(np.array(self._tensors.read_array(tensor.name), dtype=np.uint8, copy=True).reshape(-1))

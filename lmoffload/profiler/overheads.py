@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FEW_ROWS, MANY_ROWS = 4, 32
 ENGINE_RUNS = 2
+SMALL_KERNEL = "fused_dot"
+"""The kernel that plans choose where few rows make fixed costs count."""
 ELEMENTWISE_TOKENS = (64, 128, 256, 512)
 HIDDEN, INTERMEDIATE = 576, 1536
 
@@ -28,7 +30,6 @@ def measure_overheads(
 ) -> Overheads:
     """Every fixed cost; `pool` has the threads of a run."""
     from lmoffload.checkpoint import open_checkpoint
-    from lmoffload.kernels.linear import kernels_for
 
     tell("a linear layer's hand-over")
     call_s = linear_call_s(pool, budget_s * 0.1)
@@ -36,11 +37,10 @@ def measure_overheads(
     rate = elementwise_bytes_per_s(budget_s * 0.3)
     tell("a tiny model's layers and steps")
     steps = 24 if quick else 96
-    kernel = kernels_for("fp32")[0]
     with tempfile.TemporaryDirectory(prefix="lmoffload-profile-") as folder:
         checkpoint = open_checkpoint(write_tiny_checkpoint(Path(folder)))
         times = {
-            rows: [decode_times(checkpoint, rows=rows, steps=steps, threads=pool.threads, kernel=kernel) for _ in range(ENGINE_RUNS)]
+            rows: [decode_times(checkpoint, rows=rows, steps=steps, threads=pool.threads, kernel=SMALL_KERNEL) for _ in range(ENGINE_RUNS)]
             for rows in (FEW_ROWS, MANY_ROWS)
         }
     few, many = (summarize([time.rest_s for time in times[rows]]).median_s for rows in (FEW_ROWS, MANY_ROWS))
@@ -60,12 +60,12 @@ def linear_call_s(pool: Pool, budget_s: float) -> float:
     """Seconds of a linear layer so small that handing it to the pool is all that it costs."""
     import torch
 
-    from lmoffload.kernels.linear import kernels_for, linear
+    from lmoffload.kernels.linear import linear
     from lmoffload.kernels.matrix import Matrix
 
     weight = torch.ones(64 * pool.threads, 16).view(torch.uint8).view(-1)
     matrix, x = Matrix(weight, "fp32", 64 * pool.threads, 16), torch.ones(4, 16)
-    return repeat(partial(linear, x, matrix, kernels_for("fp32")[0], pool), budget_s, at_least=20, at_most=5000).median_s
+    return repeat(partial(linear, x, matrix, SMALL_KERNEL, pool), budget_s, at_least=20, at_most=5000).median_s
 
 
 def elementwise_bytes_per_s(budget_s: float) -> float:

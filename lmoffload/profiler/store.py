@@ -8,6 +8,7 @@ from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
+from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.value import parse_value, read_value
@@ -15,9 +16,7 @@ from lmoffload_solver.value import parse_value, read_value
 
 def default_profile_path() -> Path:
     """The file of this machine's own profile."""
-    from platformdirs import user_data_path
-
-    return user_data_path("lmoffload") / "machine.json"
+    return Settings.of_user().data_directory / "machine.json"
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:

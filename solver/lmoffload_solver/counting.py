@@ -74,8 +74,8 @@ def row_bytes(tensor: TensorShape) -> int:
 
 
 def vector_bytes(model: ModelShape) -> int:
-    """Bytes that tensors that are no matrices (norms, biases) take in memory: they are kept widened to fp32."""
-    return sum(ACTIVATION_BYTES * prod(tensor.shape) for tensor in model.tensors if not tensor.is_matrix)
+    """Bytes that tensors that are no matrices (norms, biases) take in memory: they are kept widened to fp32. Tables are not held."""
+    return sum(ACTIVATION_BYTES * prod(tensor.shape) for tensor in model.tensors if not tensor.is_matrix and not tensor.is_table)
 
 
 def layer_matrices(model: ModelShape, layer: int) -> tuple[TensorShape, ...]:

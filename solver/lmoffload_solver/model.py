@@ -23,6 +23,8 @@ class TensorShape(Value):
     is_matrix: bool = False
     """True for the weight of a linear layer [out_features, in_features] (or the embedding table): a tensor that a kernel reads
     row by row and that may be streamed. False for vectors (norms, biases), which are always resident."""
+    is_table: bool = False
+    """True for a further table whose rows are looked up (learned positions): never held, read through a mapping of its file."""
 
 
 class LayerShape(Value):

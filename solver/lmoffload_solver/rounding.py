@@ -181,7 +181,7 @@ class Rounding:
     def tensors(self, placement: Placement) -> dict[str, TensorPlan]:
         """The placement of every tensor, by name."""
         model = self.model
-        on_disk = set()
+        on_disk = {tensor.name for tensor in model.tensors if tensor.is_table}
         for layer, level in enumerate(placement.layers):
             matrices = counting.layer_matrices(model, layer)
             on_disk |= {matrices[i].name for i in level.places}

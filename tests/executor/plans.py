@@ -37,7 +37,7 @@ def make_plan(
     """A plan with these matrices resident (None: all), room for `tokens` tokens a row, and nothing predicted."""
     tensors, sizes = {}, {"host": 0, "disk": 0}
     for tensor in shape.tensors:
-        tier = "host" if resident is None or not tensor.is_matrix or tensor.name in resident else "disk"
+        tier = "disk" if tensor.is_table else "host" if resident is None or not tensor.is_matrix or tensor.name in resident else "disk"
         tensors[tensor.name] = TensorPlan(format=tensor.format, tier=tier)
         sizes[tier] += stored_bytes(tensor.shape, tensor.format)
     kv = sum(4 * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * tokens for layer in shape.layers)

@@ -130,3 +130,15 @@ def test_meter_counts_what_was_run(tiny):
     for earlier, later in zip(meter.spans, meter.spans[1:], strict=False):
         if earlier.task.resource == later.task.resource:
             assert earlier.begin_s <= earlier.end_s <= later.end_s
+
+
+def test_torch_has_its_threads_back_after_a_run(tiny):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        checkpoint = tiny("llama")
+        with Engine(checkpoint, plan_of(checkpoint)) as engine:
+            engine.generate([Request("a", (5, 6, 7), 3)])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
