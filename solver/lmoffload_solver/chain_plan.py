@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from lmoffload_solver import counting
 from lmoffload_solver.chain_predict import ChainSimulated, costs_of, simulate_chain
-
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.core_split import split_of
 from lmoffload_solver.decision import Decision, Job, KVUnit

@@ -136,8 +136,8 @@ class ChainProgram:
             self._add(f"host_attention.{step.name}", seconds >= self._kv(step.attend_host))
 
     def path(self) -> None:
-        """path.e: T_e >= (device_e + Σ_p k[p]·(A_p,e + H_p,e)) / micro-batches: no micro-batch is on the device and on the host at once, and
-        the slowest is no quicker than the mean."""
+        """path.e: T_e >= (device_e + Σ_p k[p]·(A_p,e + H_p,e)) / micro-batches: no micro-batch is on the device and on the host at
+        once, and the slowest is no quicker than the mean."""
         for (step, seconds), packed in zip(self._steps(), self.choices.packed_s, strict=True):
             one = 1 / step.num_batches
             attended = self._kv(tuple(a + h for a, h in zip(step.attend_device, step.attend_host, strict=True)))

@@ -15,7 +15,6 @@ from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource
 
-
 Place: TypeAlias = tuple[int, int, int | None]
 """(step, unit, micro-batch or None)."""
 
@@ -115,8 +114,8 @@ class Queues:
 
     A unit's weights go up in one piece per micro-batch, between the loads of the unit that is computed `depth` units before, into one of
     depth + 1 buffers, free once all micro-batches have computed the unit that had it. Keys, values and hidden states have two buffers each
-    way. Where the host attends, the device goes on with the next micro-batch, and takes up the rest of the layer together with the beginning
-    of the next: while the host attends to one micro-batch the device computes the others. A layer's weights are then needed one unit
+    way. Where the host attends, the device goes on with the next micro-batch, and takes up the rest of the layer together with the
+    beginning of the next: while the host attends to one micro-batch the device computes the others. A layer's weights are then needed one unit
     longer, so there is one buffer more. Hidden states that wait for the host's attention are stored and loaded around it.
     """
 
@@ -196,7 +195,8 @@ class Queues:
             return
         number, work, attended = self.deferred.pop(batch)
         step, place, _ = self.units[number]
-        where, waits = (step, place, batch), (attended,)
+        where: Place = (step, place, batch)
+        waits: tuple[float, ...] = (attended,)
         if work.load_hidden:
             loaded = self.emit("upload", "load_hidden", where, work.load_hidden, (self.hidden[batch], self.done[0]))
             waits = (attended, loaded)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -20,7 +20,7 @@ from lmoffload_solver.chain_terms import ChainTerms, StepTerms
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.device_memory import ChainMemory
-from lmoffload_solver.formats import FORMATS
+from lmoffload_solver.formats import FORMATS, format_of
 from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.runtime import own_runtime
 from lmoffload_solver.value import Quality, TensorClass, Tier
@@ -28,6 +28,7 @@ from lmoffload_solver.workload import Limits
 
 MOST_MICRO_BATCHES = 24
 DEPTHS = (1, 2, 0)
+HIDDEN: tuple[Tier, ...] = ("device", "host")
 MOST_PROGRAMS = 40
 PROOF = 0.005
 """The search ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
@@ -69,7 +70,9 @@ class ChainFound:
 class ChainSearch:
     """Best first over the domain."""
 
-    def __init__(self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, deadline: float, *, proof: float = PROOF) -> None:
+    def __init__(
+        self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, deadline: float, *, proof: float = PROOF
+    ) -> None:
         self.job, self.machine, self.limits, self.quality, self.deadline = job, machine, limits, quality, deadline
         self.costs = DeviceCosts(machine, disk, own_runtime())
         self.terms = ChainTerms(job, self.costs)
@@ -112,8 +115,6 @@ class ChainSearch:
         return (self.base_format, *WEIGHT_FORMATS[self.quality])
 
     def _can_be(self, name: TensorClass, fmt: str) -> bool:
-        from lmoffload_solver.formats import format_of
-
         block = format_of(fmt).block_elements
         return all(shape[-1] % block == 0 and stored in FORMATS for _, stored, shape in self.terms.classes[name])
 
@@ -137,10 +138,10 @@ class ChainSearch:
         depths = np.array(DEPTHS, dtype=np.float64)
         for (size, count), kv_format in product(self.pairs(), self.kv_formats()):
             kv_bytes = self.memory.kv_token_bytes(kv_format) * min(size * count, self.job.num_prompts)
-            for hidden in ("device", "host"):
+            for hidden in HIDDEN:
                 steps: tuple[StepTerms, ...] | None = None
                 for formats in weights:
-                    candidate = ChainCandidate(size, count, formats, kv_format, hidden, 1)  # type: ignore[arg-type]
+                    candidate = ChainCandidate(size, count, formats, kv_format, hidden, 1)
                     rooms = self.rooms(candidate)
                     sizes = self.sizes(formats)
                     if rooms["device"] < 0 or rooms["host"] < 0:
@@ -158,11 +159,17 @@ class ChainSearch:
                             continue
                         if all_home and depth != DEPTHS[0]:
                             continue
-                        chosen = ChainCandidate(size, count, formats, kv_format, hidden, depth)  # type: ignore[arg-type]
+                        chosen = ChainCandidate(size, count, formats, kv_format, hidden, depth)
                         yield values, chosen
 
     def _closed_form(
-        self, packed: tuple[float, ...], weights: float, kv_bytes: float, rooms: dict[Tier, float], steps: tuple[StepTerms, ...], hidden: bool
+        self,
+        packed: tuple[float, ...],
+        weights: float,
+        kv_bytes: float,
+        rooms: dict[Tier, float],
+        steps: tuple[StepTerms, ...],
+        hidden: bool,
     ) -> float:
         """Seconds that no placement goes below: in each step the larger of
 
@@ -195,8 +202,6 @@ class ChainSearch:
         """The program's constants."""
         steps = self.steps(candidate.micro_batch, candidate.num_micro_batches, candidate.kv_format)
         if candidate.hidden == "device":
-            from dataclasses import replace
-
             steps = tuple(replace(step, load_hidden=0.0, store_hidden=0.0) for step in steps)
         sizes = self.sizes(candidate.formats)
         rows = min(candidate.micro_batch * candidate.num_micro_batches, self.job.num_prompts)
@@ -240,8 +245,10 @@ class ChainSearch:
         for kv in kv_placements(solution.kv, self.model.num_layers, candidate.num_micro_batches):
             bare = self.decision(candidate, {t.name: "disk" for t in self.model.tensors if t.is_matrix}, kv)
             parts = self.memory.parts(bare)
-            taken = {tier: sum(value for name, value in parts[tier].items() if not name.startswith("weight")) for tier in ("device", "host")}
-            rooms = {tier: self.memory.capacity[tier] - taken[tier] for tier in ("device", "host")}  # type: ignore[index]
+            rooms = {
+                tier: self.memory.capacity[tier] - sum(size for name, size in parts[tier].items() if not name.startswith("weight"))
+                for tier in HIDDEN
+            }
             placed = placer.fill(rooms["device"], rooms["host"], bare.num_buffers)
             if placed is not None:
                 decision = self.decision(candidate, placed.homes, kv)
@@ -281,7 +288,7 @@ class ChainSearch:
     def _entry(
         self, bound: float, candidate: ChainCandidate, number: int, solution: ChainSolution | None = None
     ) -> tuple[tuple[float, int, int, int], ChainCandidate, ChainSolution | None]:
-        """An entry of the heap: of bounds that are equal but for rounding first the one that keeps everything as stored, then the smallest."""
+        """An entry of the heap: of equal bounds first the one that keeps everything as stored, then the smallest."""
         lossy = len(candidate.formats) + (candidate.kv_format != self.base_format)
         rounded = float(f"{bound * (1 - TIED):.6g}")
         return (min(bound, rounded), int(lossy > 0), sum(self.sizes(candidate.formats).classes.values()), number), candidate, solution

@@ -9,6 +9,7 @@ from lmoffload_solver.chain_program import GB, ChainChoices, ChainProgram, Chain
 from lmoffload_solver.chain_search import ChainCandidate, ChainFound, ChainSearch
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Job
+from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import Infeasible, Optimal, Outcome, TimedOut
@@ -32,6 +33,8 @@ def solve_chain(
     Raises:
         StatedError: the profile lacks a disk or a rate.
     """
+    if limits.weights_memory_bytes is not None or limits.weights_memory_share is not None:
+        raise StatedError("A limit on the memory of weights is not planned for on a machine with a device; limit --device-memory instead.")
     begin = time.perf_counter()
     job, disk = Job(model, workload), disk_of(machine, file_system)
     search = ChainSearch(job, machine, disk, limits, workload.quality, begin + limits.solve_s)

@@ -15,7 +15,7 @@ from lmoffload_solver.chain_work import ChainWork, StepSize
 from lmoffload_solver.costs import Contention, LayerKind
 from lmoffload_solver.decision import ChainBlock, Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, DeviceCosts
-from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.formats import QUANTIZED, stored_bytes
 from lmoffload_solver.value import TensorClass, Tier
 
 PLACES: tuple[KVUnit, ...] = (
@@ -93,7 +93,7 @@ class ChainTerms:
         classes: dict[TensorClass, int] = {}
         for name, tensors in self.classes.items():
             chosen = formats.get(name)
-            classes[name] = sum(counting.stored_bytes(shape, chosen or stored) for _, stored, shape in tensors)
+            classes[name] = sum(stored_bytes(shape, chosen or stored) for _, stored, shape in tensors)
         in_layers = sum(classes.values())
         classes["head"] = counting.tensor_bytes(self.model.head)
         widened = max(DEVICE_ACTIVATION_BYTES * self._quantized(layer, formats) for layer in self.layers)

@@ -49,7 +49,8 @@ class ChainWork:
         self._batch = cache(self._batch_work)
         self._matrices = cache(self._count_matrices)
         self._kinds = _kinds(job.model) if decision.homes else [0] * job.model.num_layers
-        self._units = [(layer, part, *self._moved(layer, part)) for layer in range(job.model.num_layers) for part in self.parts if decision.homes]
+        layers = range(job.model.num_layers) if decision.homes else ()
+        self._units = [(layer, part, *self._moved(layer, part)) for layer in layers for part in self.parts]
 
     def block(self, block: ChainBlock) -> list[list[UnitWork]]:
         """The sampled steps of a block, tasks that slow each other stretched."""

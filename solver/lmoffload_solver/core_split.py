@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lmoffload_solver.chain_predict import ChainSimulated
 from lmoffload_solver.decision import Decision
@@ -56,7 +57,7 @@ class Speedup:
         known = sorted(self.points.items())
         if threads <= known[0][0]:
             return known[0][1]
-        for (before, slow), (after, fast) in zip(known, known[1:], strict=False):
+        for (before, slow), (after, fast) in pairwise(known):
             if threads <= after:
                 return slow + (fast - slow) * (threads - before) / (after - before)
         return known[-1][1]

@@ -58,7 +58,8 @@ class Decision:
         return num_buffers(self.prefetch_depth, attended and self.runtime.overlap == "queues")
 
 
-class ChainBlock(NamedTuple):
+@dataclass(frozen=True)
+class ChainBlock:
     """`count` equal blocks of `num_batches` micro-batches of `rows` sequences (a mean, where the last block is cut short)."""
 
     num_batches: int

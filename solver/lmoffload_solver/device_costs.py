@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from math import exp, log
+from typing import Literal, TypeAlias
 
 from lmoffload_solver import counting
 from lmoffload_solver.accelerator import Accelerator, Way
@@ -19,6 +20,9 @@ from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import Tier
+
+Work: TypeAlias = Literal["attention_prefill", "attention_decode", "quantize", "dequantize"]
+Direction: TypeAlias = Literal["upload", "download"]
 
 DEVICE_ACTIVATION_BYTES = 2
 """Bytes of an activation, key or value as computed on the device: the checkpoint's 16-bit dtype."""
@@ -66,7 +70,7 @@ class DeviceCosts:
         self._elementwise: dict[tuple[str, int], int] = {}
         self._rates = {(rate.work, rate.tier, rate.way): rate.per_s for rate in machine.rates}
 
-    def rate(self, work: str, tier: Tier, way: Way) -> float:
+    def rate(self, work: Work, tier: Tier, way: Way) -> float:
         """A rate of the profile; the other way's where this one is not known."""
         other: Way = "eager" if way == "fused" else "fused"
         found = self._rates.get((work, tier, way)) or self._rates.get((work, tier, other))
@@ -84,7 +88,7 @@ class DeviceCosts:
         """Device to host."""
         return self._copy_s("download", num_bytes, page_locked)
 
-    def link_rate(self, direction: str, page_locked: bool) -> float:
+    def link_rate(self, direction: Direction, page_locked: bool) -> float:
         """Best bytes per second of a direction."""
         return self._link(direction, page_locked).most
 
@@ -106,12 +110,12 @@ class DeviceCosts:
     def _write_rate(self) -> float:
         return max((max(curve.bytes_per_s.y) for curve in self.disk.write), default=self.read_rate)
 
-    def _copy_s(self, direction: str, num_bytes: float, page_locked: bool) -> float:
+    def _copy_s(self, direction: Direction, num_bytes: float, page_locked: bool) -> float:
         if num_bytes < 1:
             return 0.0
         return num_bytes / self._link(direction, page_locked).at(num_bytes)
 
-    def _link(self, direction: str, page_locked: bool) -> LogCurve:
+    def _link(self, direction: Direction, page_locked: bool) -> LogCurve:
         found = self._links.get((direction, page_locked)) or self._links.get((direction, not page_locked))
         if found is None:
             raise StatedError(f"The machine profile {self.machine.name!r} has no {direction} measured; profile it again.")

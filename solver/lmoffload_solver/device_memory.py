@@ -97,9 +97,9 @@ class ChainMemory:
                 homes[decision.homes[tensor.name]] += decision.tensor_bytes(tensor)
         streamed, staged = self.largest_streams(decision)
         kv, buffers = self._kv(decision)
-        for tier in parts:
-            parts[tier]["weights"] = homes[tier]
-            parts[tier]["kv"] = round(kv[tier])
+        for tier, named in parts.items():
+            named["weights"] = homes[tier]
+            named["kv"] = round(kv[tier])
         parts["device"]["weight buffers"] = decision.num_buffers * streamed
         parts["host"]["weight buffers"] = decision.num_buffers * staged
         parts["device"]["kv buffers"] = round(buffers["device"])

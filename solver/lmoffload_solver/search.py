@@ -144,7 +144,8 @@ def _by_deadline(
         outcome = solve(model, machine, asked, limits, file_system=file_system, model_fingerprint=fingerprint)
         plan = plan_in(outcome)
         if plan is not None and plan.predicted.total_s <= workload.deadline_s:
-            return with_plan(outcome, plan.model_copy(update={"goal": "deadline", "workload": asked.model_copy(update={"goal": "deadline"})}))
+            kept = asked.model_copy(update={"goal": "deadline"})
+            return with_plan(outcome, plan.model_copy(update={"goal": "deadline", "workload": kept}))
         tried.append(outcome)
     known = [plan for plan in map(plan_in, tried) if plan is not None]
     if not known:

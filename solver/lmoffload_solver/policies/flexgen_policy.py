@@ -75,4 +75,4 @@ def _cache_homes(row: PolicyRow) -> tuple[Tier, ...]:
     tiers: list[Tier] = ["device"] * on_device
     host: Tier = "host"
     disk: Tier = "disk"
-    return tuple([*tiers, *[host] * (on_host - on_device), *[disk] * (count - on_host)])
+    return (*tiers, *[host] * (on_host - on_device), *[disk] * (count - on_host))

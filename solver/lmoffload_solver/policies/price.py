@@ -188,7 +188,10 @@ def _is_for(row: dict[str, Any], model: ModelShape, workload: Workload) -> bool:
 def _flexgen_row(job: Job, machine: MachineProfile, limits: Limits) -> PolicyRow:
     constants = constants_of(machine)
     memory = ChainMemory(job, machine, limits)
-    granted = {"gpu_bytes": min(constants.gpu_bytes, memory.capacity["device"]), "cpu_bytes": min(constants.cpu_bytes, memory.capacity["host"])}
+    granted = {
+        "gpu_bytes": min(constants.gpu_bytes, memory.capacity["device"]),
+        "cpu_bytes": min(constants.cpu_bytes, memory.capacity["host"]),
+    }
     lossy = QUALITY_BITS[job.workload.quality] < 8
     dims = dimensions_of(job.model)
     found = flexgen_search(dims, job.longest, job.gen_len, constants.model_copy(update=granted), weights_4bit=lossy)
@@ -199,7 +202,7 @@ def _best_of_sweep(policy: Policy, job: Job, machine: MachineProfile, limits: Li
     memory = ChainMemory(job, machine, limits)
     make = _accelerate_for if policy == "accelerate" else _zero_for
     sizes = grid(job.num_prompts, job.num_prompts) if limits.micro_batch is None else (min(limits.micro_batch, job.num_prompts),)
-    priced = []
+    priced: list[tuple[float, int, Decision]] = []
     for size in sizes:
         for decision in make(job, memory, size):
             if memory.fits(decision):

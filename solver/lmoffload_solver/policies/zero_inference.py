@@ -33,7 +33,7 @@ def zero_runtime() -> Runtime:
 
 def zero_decision(model: ModelShape, batch: int, tier: Tier, *, weights_4bit: bool = False, kv_offload: bool = False) -> Decision:
     """The policy for one batch, weights in `tier`."""
-    classes: set[TensorClass] = {t.tensor_class for t in model.tensors if t.is_matrix and t.layer is not None} if weights_4bit else set()
+    classes: set[TensorClass] = {t.tensor_class for t in model.tensors if weights_4bit and t.is_matrix and t.layer is not None}
     unit = KVUnit("host", "host") if kv_offload else KVUnit("device", "device")
     return Decision(
         micro_batch=batch,

@@ -149,7 +149,8 @@ def test_accelerate_and_zero_are_as_slow_as_published() -> None:
     assert t4.accelerator is not None
     for name, place in (("opt-6.7b", 0), ("opt-30b", 1)):
         by_system = {r["system"]: r for r in PUBLISHED["throughput_tok_per_s"] if r["prompt"] == 512}
-        greedy = accelerate_decision(shape(name), by_system["accelerate"]["batch"][place], 14 * 2**30 if place == 0 else 9 * 2**30, 190 * 2**30)
+        device_bytes = (14, 9)[place] * 2**30
+        greedy = accelerate_decision(shape(name), by_system["accelerate"]["batch"][place], device_bytes, 190 * 2**30)
         zero = zero_decision(shape(name), by_system["zero-inference"]["batch"][place], "host")
         for decision, system in ((greedy, "accelerate"), (zero, "zero-inference")):
             ratio = tokens_per_s(shape(name), "t4-gcp", decision) / by_system[system][name]
