@@ -32,6 +32,8 @@ HIDDEN: tuple[Tier, ...] = ("device", "host")
 MOST_PROGRAMS = 40
 PROOF = 0.005
 """The search ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
+SHARES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0)
+"""Values of λ by which the closed form weighs the rows of two resources."""
 SAME = 1e-9
 TIED = 1e-6
 """Relative difference of bounds that are taken for equal."""
@@ -171,31 +173,41 @@ class ChainSearch:
         steps: tuple[StepTerms, ...],
         hidden: bool,
     ) -> float:
-        """Seconds that no placement goes below: in each step the larger of
+        """Seconds that no placement goes below: in each step the largest of
 
-        the device's work, attention shared with the host so that both are done at once, or a micro-batch's own way through both;
-        what must go up or be attended to on the host, the device's room filled with what saves most per byte;
+        the device's work without attention, and a micro-batch's own way through device and host;
+        λ times the rows `device` of the program and 1 − λ times the rows `upload`, for several λ, each minimised by hand: keys and values
+        go where they cost least, and the device's room is filled with what saves most per byte;
         what must come from disk, rooms of device and host filled."""
         up_rate, read_rate = self.terms.upload_rate, self.costs.read_rate
         slow = self.terms.contention
-        serial = 1 / slow.read + 1 / slow.compute <= 1 + SAME
+        beside = slow.compute * (1 - 1 / slow.read)
+        room = max(0.0, rooms["device"])
+        excess = max(0.0, weights + kv_bytes - room - max(0.0, rooms["host"]))
         total = 0.0
-        excess = max(0.0, weights + kv_bytes - rooms["device"] - rooms["host"])
         for step, packed_s in zip(steps, packed, strict=True):
-            kv_up, kv_host = step.upload[1], step.attend_host[2]
-            carried = step.load_hidden if hidden else 0.0
-            by_weight = 1 / up_rate
-            kv_s = min(kv_up, kv_host if serial or kv_up == 0 else 0.0) if step.attend_host[2] else kv_up
-            by_kv = kv_s / kv_bytes if kv_bytes else 0.0
-            moved = weights * by_weight + kv_s - max(by_weight, by_kv) * max(0.0, rooms["device"]) + carried
-            early = 4 * (weights / self.model.num_layers) * by_weight if step.early else 0.0
-            whole = min(step.read[3] / kv_bytes * read_rate if kv_bytes and step.read[3] else 0.0, 1.0)
-            read = excess * whole / read_rate
             work = step.device + packed_s
-            on_device, on_host = step.attend_device[0], kv_host
-            path = (work + min(on_device, on_host)) / step.num_batches
-            shared = on_host * (work + on_device) / (on_device + on_host) if on_device + on_host else 0.0
-            total += step.weight * max(work, path, shared, moved - early, read - early * up_rate / read_rate, 0.0)
+            on_device, on_host, carried = step.attend_device[0], step.attend_host[2], step.upload[1]
+            if step.early:
+                slack = 4 * max(weights / self.model.num_layers, 0.0) / up_rate
+            else:
+                slack = 0.0
+            path = (work + min(on_device, on_host)) / step.num_batches if on_host else work / step.num_batches
+            bound = max(work, path)
+            fixed = weights / up_rate + (step.load_hidden if hidden else 0.0) - slack
+            for share in SHARES:
+                rest = 1 - share
+                off_device = min(share * on_device + rest * carried, rest * beside * on_host) if on_host else share * on_device + rest * carried
+                by_weight, by_kv = rest / up_rate, (off_device - share * on_device) / kv_bytes
+                if by_weight >= by_kv:
+                    first = min(room, weights)
+                    saved = first * by_weight + min(room - first, kv_bytes) * max(0.0, by_kv)
+                else:
+                    first = min(room, kv_bytes)
+                    saved = first * by_kv + min(room - first, weights) * by_weight
+                bound = max(bound, share * work + rest * fixed + off_device - saved)
+            whole = min(step.read[3] / kv_bytes * read_rate if step.read[3] else 0.0, 1.0)
+            total += step.weight * max(bound, excess * whole / read_rate - slack * up_rate / read_rate)
         return total
 
     def choices(self, candidate: ChainCandidate) -> ChainChoices:
@@ -274,7 +286,8 @@ class ChainSearch:
                 solution = ChainProgram(self.choices(candidate)).solve()
                 if solution is not None:
                     heapq.heappush(heap, self._entry(max(bound, solution.total_s), candidate, number, solution))
-                continue
+                if solution is None or not self._is_due(best):
+                    continue
             for decision in self.rounded(candidate, solution):
                 simulated = simulate_chain(self.job, self.costs, decision)
                 self.simulated += 1
@@ -284,6 +297,10 @@ class ChainSearch:
             self.bound_s = best.simulated.total_s if best is not None else float("inf")
         return best
 
+
+    def _is_due(self, best: ChainFound | None) -> bool:
+        """Simulate at once, out of turn: now and then, so that there is a plan to hold bounds against, and to return when time is over."""
+        return self.programs_solved & (self.programs_solved - 1) == 0 or (best is None and self.programs_solved % 8 == 0)
 
     def _entry(
         self, bound: float, candidate: ChainCandidate, number: int, solution: ChainSolution | None = None
