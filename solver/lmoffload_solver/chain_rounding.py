@@ -106,13 +106,13 @@ class WeightPlacer:
         placed = self.place(device_bytes, self.total)
         if placed.bytes["host"] <= host_room:
             return placed
-        low, high, best = 0.0, host_room, None
-        for _ in range(HALVINGS):
+        high = host_room
+        for _ in range(HALVINGS // 2):
             tried = self.place(device_bytes, high)
             if tried.bytes["host"] + slots * tried.largest_staged <= host_room:
-                best, low = tried, high
-            high = (low + host_room) / 2 if best is not None else high * 0.7
-        return best
+                return tried
+            high = min(high, host_room - slots * tried.largest_staged) * 0.995
+        return None
 
     @staticmethod
     def _size(tensor: TensorShape, formats: dict[TensorClass, str]) -> int:

@@ -198,7 +198,7 @@ class Queues:
         where: Place = (step, place, batch)
         waits: tuple[float, ...] = (attended,)
         if work.load_hidden:
-            loaded = self.emit("upload", "load_hidden", where, work.load_hidden, (self.hidden[batch], self.done[0]))
+            loaded = self.emit("upload", "load_hidden", where, work.load_hidden, (self.hidden.get(batch, NOTHING), self.done[0]))
             waits = (attended, loaded)
         end = self.emit("device", "compute_after_attention", where, work.after, waits)
         self.computed[number] = end

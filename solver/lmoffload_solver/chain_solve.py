@@ -21,8 +21,8 @@ GIB = 2**30
 LOOSER: dict[Quality, tuple[Quality, ...]] = {"exact": ("int8", "int4"), "int8": ("int4",), "int4": (), "any": ()}
 """Classes worth telling of. "any" differs from "int4" only in larger groups."""
 
-LOOSER_SHARE = 0.3
-"""Of the time limit, for all looser classes together."""
+LOOSER_PROOF = 0.02
+"""How near to the best a looser class's figure must be proven; its batch is the plan's, so that it is what the class gives at least."""
 
 
 def solve_chain(
@@ -43,9 +43,10 @@ def solve_chain(
         return TimedOut(None, job.tokens / search.bound_s) if search.cut_short else shortage(search)
     bound_s = min(search.bound_s, found.simulated.total_s)
     looser = []
-    until = time.perf_counter() + LOOSER_SHARE * (begin + limits.solve_s - time.perf_counter())
+    batch = {"micro_batch": found.candidate.micro_batch, "num_micro_batches": found.candidate.num_micro_batches}
+    same_batch, until = limits.model_copy(update=batch), begin + limits.solve_s
     for quality in LOOSER[workload.quality]:
-        other = ChainSearch(job, machine, disk, limits, quality, until, proof=0.02).run()
+        other = ChainSearch(job, machine, disk, same_batch, quality, until, proof=LOOSER_PROOF).run()
         if other is not None:
             looser.append(LooserQuality(quality=quality, tokens_per_s=job.tokens / other.simulated.total_s, loss=None))
     remarks = Remarks(
