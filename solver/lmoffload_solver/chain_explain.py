@@ -32,7 +32,8 @@ def explain_chain(model: ModelShape, machine: MachineProfile, plan: Plan, *, lim
     own = decision.runtime == own_runtime()
     solution = ChainProgram(search.choices(candidate_of(decision))).solve() if own else None
     parts = search.memory.parts(decision)["device"]
-    moved = sum(decision.tensor_bytes(t) for t in model.tensors if t.is_matrix and t.layer is not None and decision.homes[t.name] != "device")
+    away = [t for t in model.tensors if t.is_matrix and t.layer is not None and decision.homes[t.name] != "device"]
+    moved = sum(decision.tensor_bytes(t) for t in away)
     return Explanation(
         prefill=_phase(simulated.prefill),
         decode=_phase(simulated.decode),
@@ -106,7 +107,7 @@ def _alternatives(search: ChainSearch, decision: Decision) -> Iterator[Alternati
     yield _simulated(search, "KV on the host, attended to on the device", replace(own, kv=spread_kv(layers, batches, 0, 0, 0)))
     yield _simulated(search, "KV on the host, attended to by the CPU", replace(own, kv=spread_kv(layers, batches, 0, 0, batches)))
     device = KVUnit("device", "device")
-    resident = replace(own, kv=((device,) * batches,) * layers, homes={name: "device" for name in own.homes}, hidden="device")
+    resident = replace(own, kv=((device,) * batches,) * layers, homes=dict.fromkeys(own.homes, "device"), hidden="device")
     yield _simulated(search, "no offload", resident)
     if candidate.prefetch_depth:
         yield _simulated(search, "no prefetch", replace(own, prefetch_depth=0))
@@ -138,5 +139,5 @@ def _cores(machine: MachineProfile, decision: Decision, simulated: ChainSimulate
         levels=len(core_split.levels_of(graph)),
         widest_level=core_split.widest_level(graph),
         best=core_split.split_of(machine, decision, simulated),
-        default=core_split.default_split(work, {}, cores),
+        default=core_split.default_split(work, core_split.speedups_of(machine), cores),
     )

@@ -115,8 +115,8 @@ class Queues:
     A unit's weights go up in one piece per micro-batch, between the loads of the unit that is computed `depth` units before, into one of
     depth + 1 buffers, free once all micro-batches have computed the unit that had it. Keys, values and hidden states have two buffers each
     way. Where the host attends, the device goes on with the next micro-batch, and takes up the rest of the layer together with the
-    beginning of the next: while the host attends to one micro-batch the device computes the others. A layer's weights are then needed one unit
-    longer, so there is one buffer more. Hidden states that wait for the host's attention are stored and loaded around it.
+    beginning of the next: while the host attends to one micro-batch the device computes the others. A layer's weights are then needed one
+    unit longer, so there is one buffer more. Hidden states that wait for the host's attention are stored and loaded around it.
     """
 
     def __init__(self, steps: Sequence[Sequence[UnitWork]], depth: int, emit: Emit) -> None:

@@ -197,7 +197,8 @@ class ChainSearch:
             fixed = weights / up_rate + (step.load_hidden if hidden else 0.0) - slack
             for share in SHARES:
                 rest = 1 - share
-                off_device = min(share * on_device + rest * carried, rest * beside * on_host) if on_host else share * on_device + rest * carried
+                off_device = share * on_device + rest * carried
+                off_device = min(off_device, rest * beside * on_host) if on_host else off_device
                 by_weight, by_kv = rest / up_rate, (off_device - share * on_device) / kv_bytes
                 if by_weight >= by_kv:
                     first = min(room, weights)

@@ -36,12 +36,12 @@ class CoreSplit(Value):
     streams: int
     """Operators of the compute task that run at once."""
     threads: dict[TaskClass, int]
-    """Of one stream, for the class that has streams."""
+    """Of one stream for the host's attention, the class that has streams."""
     slowest_s: float
 
-    def totals(self, streamed: TaskClass = "host_attention") -> dict[TaskClass, int]:
+    def totals(self) -> dict[TaskClass, int]:
         """Threads of every class, all its streams together."""
-        return {name: count * (self.streams if name == streamed else 1) for name, count in self.threads.items()}
+        return {name: count * (self.streams if name == "host_attention" else 1) for name, count in self.threads.items()}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def widest_level(depends_on: Mapping[str, Sequence[str]]) -> int:
 def splits(work: CoreWork, cores: int) -> Iterator[tuple[int, dict[TaskClass, int]]]:
     """Every assignment of at least one thread to each class that has work, within the cores; (streams, threads of each)."""
     classes = [name for name, seconds in work.seconds.items() if seconds > 0]
-    streamed: TaskClass | None = "host_attention" if "host_attention" in classes else "compute" if "compute" in classes else None
+    streamed: TaskClass | None = "host_attention" if "host_attention" in classes else None
     for streams in range(1, max(1, work.most_streams) + 1 if streamed else 2):
         yield from ((streams, chosen) for chosen in _shared(classes, cores, streamed, streams))
 
@@ -116,8 +116,7 @@ def _shared(classes: Sequence[TaskClass], cores: int, streamed: TaskClass | None
 
 def slowest_s(work: CoreWork, speedups: Mapping[TaskClass, Speedup], streams: int, threads: Mapping[TaskClass, int]) -> float:
     """Seconds of the slowest class: its work over the speed of its threads; p streams of a threads do p times what one does."""
-    streamed: TaskClass = "host_attention" if work.seconds.get("host_attention") else "compute"
-    times = {name: streams if name == streamed else 1 for name in threads}
+    times = {name: streams if name == "host_attention" else 1 for name in threads}
     return max((work.seconds[n] / (times[n] * speedups.get(n, Speedup()).at(count)) for n, count in threads.items()), default=0.0)
 
 
@@ -171,10 +170,11 @@ def work_of(machine: MachineProfile, decision: Decision, simulated: ChainSimulat
 
 def split_of(machine: MachineProfile, decision: Decision, simulated: ChainSimulated) -> CoreSplit:
     """The best assignment of the host's cores for a plan with a device."""
+    return best_split(work_of(machine, decision, simulated), speedups_of(machine), physical_cores(machine))
+
+
+def speedups_of(machine: MachineProfile) -> dict[TaskClass, Speedup]:
+    """Measured speed-ups: the interpreter has none; those of the disk are its curves by requests in flight."""
     read = {curve.threads: max(curve.bytes_per_s.y) for curve in machine.disks[0].read}
     fewest = min(read)
-    speedups: dict[TaskClass, Speedup] = {
-        "compute": Speedup({1: 1.0}),
-        "disk_io": Speedup({threads: rate / read[fewest] for threads, rate in read.items()}),
-    }
-    return best_split(work_of(machine, decision, simulated), speedups, physical_cores(machine))
+    return {"compute": Speedup({1: 1.0}), "disk_io": Speedup({threads: rate / read[fewest] for threads, rate in read.items()})}

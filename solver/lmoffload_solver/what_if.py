@@ -53,7 +53,9 @@ class WhatIf(Value):
     """Tokens per second with all changes at once."""
 
 
-def what_if(model: ModelShape, machine: MachineProfile, plan: Plan, changes: tuple[Change, ...], *, file_system: str | None = None) -> WhatIf:
+def what_if(
+    model: ModelShape, machine: MachineProfile, plan: Plan, changes: tuple[Change, ...], *, file_system: str | None = None
+) -> WhatIf:
     """Solve a plan's work again under each change.
 
     Raises:
@@ -83,7 +85,7 @@ def what_if(model: ModelShape, machine: MachineProfile, plan: Plan, changes: tup
 
 
 def changed(machine: MachineProfile, limits: Limits, change: Change) -> tuple[MachineProfile, Limits]:
-    """The machine and the user's limits with a change. More cores speed up what the host computes by that factor: the best that they can."""
+    """The machine and the user's limits with a change. More cores are taken to speed up what the host computes by that factor."""
     if change.resource == "host_memory":
         usable = max(1, machine.host.memory_usable_bytes + change.added_bytes)
         given = limits.host_memory_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +43,7 @@ def test_both_interpreters_agree(steps: list[list[UnitWork]], depth: int, overla
     last = max(timed.end_s for timed in timeline if timed.task.resource == "device")
     assert last <= max(timed.end_s for timed in timeline)
     assert ends[-1] == pytest.approx(max(t.end_s for t in timeline) if overlap != "queues" else last)
-    assert all(later > earlier for earlier, later in zip(ends, ends[1:], strict=False))
+    assert all(later > earlier for earlier, later in pairwise(ends))
     for timed in timeline:
         assert all(timeline[index].end_s <= timed.begin_s for index in timed.task.depends_on)
         assert all(index < timed.task.index for index in timed.task.depends_on)

@@ -17,8 +17,8 @@ ZERO_4BIT = "int4-g64"
 
 
 def zero_runtime() -> Runtime:
-    """Page-locked weights; the fetch of the next module overlaps the computing of this one and no more, since the prefetch bucket holds less
-    than a layer; a fused kernel dequantizes; keys and values are repeated over the query heads before the CPU attends."""
+    """Page-locked weights; the fetch of the next module overlaps the computing of this one and no more, since the prefetch bucket holds
+    less than a layer; a fused kernel dequantizes; keys and values are repeated over the query heads before the CPU attends."""
     return Runtime(
         name="zero-inference",
         overlap="barriers",
