@@ -23,6 +23,11 @@ class Sampler:
     generator: torch.Generator | None
     """None when greedy."""
 
+    @property
+    def plain(self) -> bool:
+        """The likeliest token, whatever came before."""
+        return self.processors is None and self.generator is None
+
     @staticmethod
     def of(request: Request, defaults: Mapping[str, Any], vocab_size: int) -> Sampler:
         """The request's own wishes, over the model's generation configuration (`defaults`).
