@@ -6,8 +6,9 @@ rounding costs shows as the difference between the program's value and the simul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil, floor
 
 from lmoffload_solver import counting
@@ -17,6 +18,9 @@ from lmoffload_solver.value import TensorClass, Tier
 
 NEARLY = 1e-6
 """What the solver's tolerance may lack to a whole unit."""
+
+MOST_PLACEMENTS = 3000
+"""Up to so many placements of whole tensors and units, every one is looked at instead of those that rounding gives."""
 
 HALVINGS = 7
 """Of the interval of the device's budget for weights."""
@@ -133,6 +137,23 @@ def kv_placements(shares: Sequence[float], num_layers: int, num_batches: int) ->
         if by_host > NEARLY or attended == 0:
             found[spread_kv(num_layers, num_batches, on_device, on_disk, attended)] = None
     yield from found
+
+
+def every_placement(
+    model: ModelShape, num_batches: int, tiers: Sequence[Tier], places: Sequence[KVUnit], others: Mapping[str, Tier]
+) -> Iterator[tuple[dict[str, Tier], tuple[tuple[KVUnit, ...], ...]]] | None:
+    """Every placement of whole tensors and whole units of KV; None where they are more than `MOST_PLACEMENTS`."""
+    names = [t.name for t in model.tensors if t.is_matrix and t.name not in others]
+    units = num_batches * model.num_layers
+    if len(tiers) ** len(names) * len(places) ** units > MOST_PLACEMENTS:
+        return None
+
+    def all_of_them() -> Iterator[tuple[dict[str, Tier], tuple[tuple[KVUnit, ...], ...]]]:
+        for homes, kv in product(product(tiers, repeat=len(names)), product(places, repeat=units)):
+            layers = tuple(kv[first : first + num_batches] for first in range(0, units, num_batches))
+            yield {**others, **dict(zip(names, homes, strict=True))}, layers
+
+    return all_of_them()
 
 
 def spread_kv(num_layers: int, num_batches: int, on_device: int, on_disk: int, attended: int) -> tuple[tuple[KVUnit, ...], ...]:

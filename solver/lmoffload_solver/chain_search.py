@@ -13,10 +13,11 @@ from itertools import product
 import numpy as np
 
 from lmoffload_solver import counting
+from lmoffload_solver.chain_bounds import closed_form_s
 from lmoffload_solver.chain_predict import ChainSimulated, simulate_chain
 from lmoffload_solver.chain_program import ChainChoices, ChainProgram, ChainSolution
-from lmoffload_solver.chain_rounding import WeightPlacer, kv_placements
-from lmoffload_solver.chain_terms import ChainTerms, StepTerms
+from lmoffload_solver.chain_rounding import WeightPlacer, every_placement, kv_placements
+from lmoffload_solver.chain_terms import PLACES, ChainTerms, StepTerms
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.device_memory import ChainMemory
@@ -29,11 +30,10 @@ from lmoffload_solver.workload import Limits
 MOST_MICRO_BATCHES = 24
 DEPTHS = (1, 2, 0)
 HIDDEN: tuple[Tier, ...] = ("device", "host")
+ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 MOST_PROGRAMS = 40
 PROOF = 0.005
 """The search ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
-SHARES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0)
-"""Values of λ by which the closed form weighs the rows of two resources."""
 SAME = 1e-9
 TIED = 1e-6
 """Relative difference of bounds that are taken for equal."""
@@ -154,7 +154,7 @@ class ChainSearch:
                         continue
                     if steps is None:
                         steps = self.steps(size, count, kv_format)
-                    values = self._closed_form(self.packed(size, count, formats), total, kv_bytes, rooms, steps, hidden == "host")
+                    values = closed_form_s(self.terms, self.packed(size, count, formats), total, kv_bytes, rooms, steps, hidden == "host")
                     all_home = total + kv_bytes <= rooms["device"]
                     for place, depth in enumerate(DEPTHS):
                         if total > rooms["device"] and slots[place] > rooms["device"] + kv_bytes:
@@ -164,52 +164,12 @@ class ChainSearch:
                         chosen = ChainCandidate(size, count, formats, kv_format, hidden, depth)
                         yield values, chosen
 
-    def _closed_form(
-        self,
-        packed: tuple[float, ...],
-        weights: float,
-        kv_bytes: float,
-        rooms: dict[Tier, float],
-        steps: tuple[StepTerms, ...],
-        hidden: bool,
-    ) -> float:
-        """Seconds that no placement goes below: in each step the largest of
-
-        the device's work without attention, and a micro-batch's own way through device and host;
-        λ times the rows `device` of the program and 1 − λ times the rows `upload`, for several λ, each minimised by hand: keys and values
-        go where they cost least, and the device's room is filled with what saves most per byte;
-        what must come from disk, rooms of device and host filled."""
-        up_rate, read_rate = self.terms.upload_rate, self.costs.read_rate
-        slow = self.terms.contention
-        beside = slow.compute * (1 - 1 / slow.read)
-        room = max(0.0, rooms["device"])
-        excess = max(0.0, weights + kv_bytes - room - max(0.0, rooms["host"]))
-        total = 0.0
-        for step, packed_s in zip(steps, packed, strict=True):
-            work = step.device + packed_s
-            on_device, on_host, carried = step.attend_device[0], step.attend_host[2], step.upload[1]
-            if step.early:
-                slack = 4 * max(weights / self.model.num_layers, 0.0) / up_rate
-            else:
-                slack = 0.0
-            path = (work + min(on_device, on_host)) / step.num_batches if on_host else work / step.num_batches
-            bound = max(work, path)
-            fixed = weights / up_rate + (step.load_hidden if hidden else 0.0) - slack
-            for share in SHARES:
-                rest = 1 - share
-                off_device = share * on_device + rest * carried
-                off_device = min(off_device, rest * beside * on_host) if on_host else off_device
-                by_weight, by_kv = rest / up_rate, (off_device - share * on_device) / kv_bytes
-                if by_weight >= by_kv:
-                    first = min(room, weights)
-                    saved = first * by_weight + min(room - first, kv_bytes) * max(0.0, by_kv)
-                else:
-                    first = min(room, kv_bytes)
-                    saved = first * by_kv + min(room - first, weights) * by_weight
-                bound = max(bound, share * work + rest * fixed + off_device - saved)
-            whole = min(step.read[3] / kv_bytes * read_rate if step.read[3] else 0.0, 1.0)
-            total += step.weight * max(bound, excess * whole / read_rate - slack * up_rate / read_rate)
-        return total
+    def on_disk(self, candidate: ChainCandidate) -> bool:
+        """Whether device and host cannot hold all."""
+        rows = min(candidate.micro_batch * candidate.num_micro_batches, self.job.num_prompts)
+        rooms = self.rooms(candidate)
+        needed = sum(self.sizes(candidate.formats).classes.values()) + self.memory.kv_token_bytes(candidate.kv_format) * rows
+        return needed > rooms["device"] + rooms["host"]
 
     def choices(self, candidate: ChainCandidate) -> ChainChoices:
         """The program's constants."""
@@ -255,6 +215,14 @@ class ChainSearch:
     def rounded(self, candidate: ChainCandidate, solution: ChainSolution) -> Iterator[Decision]:
         """Whole-tensor, whole-unit decisions near the program's optimum."""
         placer = self.placer(candidate.formats)
+        disk = self.on_disk(candidate)
+        everything = every_placement(
+            self.model, candidate.num_micro_batches, ALL_TIERS if disk else HIDDEN, PLACES if disk else PLACES[:3], placer.others
+        )
+        if everything is not None:
+            decisions = (self.decision(candidate, homes, kv) for homes, kv in everything)
+            yield from (decision for decision in decisions if self.memory.fits(decision))
+            return
         for kv in kv_placements(solution.kv, self.model.num_layers, candidate.num_micro_batches):
             bare = self.decision(candidate, {t.name: "disk" for t in self.model.tensors if t.is_matrix}, kv)
             parts = self.memory.parts(bare)

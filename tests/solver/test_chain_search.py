@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 import time
 from pathlib import Path
 
@@ -84,9 +83,9 @@ def every_decision(search: ChainSearch, candidate: ChainCandidate) -> list[Decis
     return found
 
 
-@pytest.mark.parametrize("seeds", [range(0, 10), range(10, 20)])
+@pytest.mark.parametrize("seeds", [range(0, 4), range(4, 8)])
 def test_small_instances_against_every_placement(seeds: range) -> None:
-    """The program is below every whole placement; the search's plan is within its gap of the best of them."""
+    """The program is below every whole placement, and so few are looked at one by one: the search's plan is the best of them."""
     losses = []
     for seed in seeds:
         job, machine, limits = random_instance(seed)
@@ -108,8 +107,7 @@ def test_small_instances_against_every_placement(seeds: range) -> None:
             assert all(solution.total_s <= seconds * (1 + 1e-6) for seconds in times), (seed, candidate)
             best = min([best, *times])
         losses.append(found.simulated.total_s / best - 1)
-    assert statistics.median(losses) <= 0.01, losses
-    assert max(losses) <= 0.05, losses
+    assert max(losses) <= 1e-6, losses
 
 
 def solved(machine: MachineProfile, limits: Limits | None = None, **work: int) -> Plan:
