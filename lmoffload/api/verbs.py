@@ -68,7 +68,7 @@ def plan(
     )
     opened = open_model(model)
     if prompts is None:
-        workload = synthetic_workload(num_prompts, prompt_len, gen_len)
+        workload = synthetic_workload(opened.shape, num_prompts, prompt_len, gen_len)
     elif num_prompts is not None or prompt_len is not None:
         raise UsageError("Give either the prompts or their number and length, not both.")
     else:
@@ -82,7 +82,7 @@ def plan(
         job.require_sound()
         workload = job.workload
     if isinstance(machine, MachineProfile):
-        on = Machine(machine, is_here=True)
+        on = Machine(machine, is_here=machine.accelerator is None)
     else:
         on = machine_of(machine, opened.path, is_here=False, tell=tell)
     asked = asked_of(goal=goal, deadline=deadline, quality=quality, policy=policy, policy_file=policy_file)

@@ -65,7 +65,7 @@ def plan(
     from lmoffload.api.asking import asked_of
     from lmoffload.api.limits import limits_of
     from lmoffload.api.work import Work
-    from lmoffload.api.workflow import plan_work, write_document
+    from lmoffload.api.workflow import plan_work
     from lmoffload.report.plan import plan_tables
     from lmoffload.report.progress import ProgressBar
     from lmoffload.report.tables import show
@@ -83,9 +83,7 @@ def plan(
     )
     asked = asked_of(goal=goal, deadline=deadline, quality=quality, policy=policy, policy_file=policy_file)
     with ProgressBar() as bar:
-        planned = plan_work(model, work, limits, machine, asked=asked, as_json=as_json, on_progress=bar.show_profiling)
-    if out is not None:
-        write_document(planned.plan, out, "plan")
+        planned = plan_work(model, work, limits, machine, asked=asked, out=out, as_json=as_json, on_progress=bar.show_profiling)
     if out_plot is not None:
         from lmoffload.api.plotting import plot_plan
 

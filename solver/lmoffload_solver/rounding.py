@@ -224,6 +224,16 @@ class Rounding:
         homes = self._homes(head_at_home, embedding_at_home)
         spare = budget - homes - (self.layers_aligned - most) - slots * slot
         goal = max(0, most - max(0, spare))
+        placement = self._streaming(goal, best, buffer, depth, head_at_home, embedding_at_home, sparse)
+        if goal == 0 and placement.memory_bytes > budget:  # a head that streams alone has large pieces; a matrix beside it makes them small
+            placement = self._streaming(1, best, buffer, depth, head_at_home, embedding_at_home, sparse)
+        return placement
+
+    def _streaming(
+        self, goal: int, best: Sequence[Level], buffer: int, depth: int, head_at_home: bool, embedding_at_home: bool, sparse: bool
+    ) -> Placement:
+        """The layers stream at least `goal` bytes together, no layer more than its level of `best`."""
+        most = sum(level.aligned for level in best)
         layers, streamed, share = [], 0, 0
         for ladder, level in zip(self.ladders, best, strict=True):
             share += level.aligned
@@ -233,7 +243,7 @@ class Rounding:
             layers.append(chosen)
             streamed += chosen.aligned
         pieces, slots, slot = self._ring(layers, depth, head_at_home)
-        home = homes + self.layers_aligned - streamed
+        home = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
         return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
 
     def _ring(self, layers: Sequence[Level], depth: int, head_at_home: bool) -> tuple[tuple[int, ...], int, int]:

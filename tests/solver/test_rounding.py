@@ -121,3 +121,22 @@ def test_the_schedule_streams_what_was_placed(tied: bool, stored: str, share: fl
     home = sum(counting.tensor_bytes(t) for t in model.tensors if t.name not in on_disk)
     assert home + ring <= share * counting.weights_bytes(model)
     assert rounding.head_bytes == counting.tensor_bytes(model.head)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_far_larger_than_the_layers_fits_every_budget_above_the_least(tied: bool) -> None:
+    """Where the layers fit at home and the head does not, its pieces must not outgrow what is left."""
+    model = make_model(num_layers=2, vocab=100_000, tied=tied)
+    total = counting.weights_bytes(model)
+    least = min(Rounding(model, stream).least().memory_bytes for stream in ("layer", "matrix"))
+    work, before = make_work(2, 8, 4), 0.0
+    for budget in (2 * least, *(total * percent // 100 for percent in (2, 5, 10, 30, 49, 60, 100)), 2 * total):
+        outcome = solve(model, make_machine(), work, Limits(weights_memory_bytes=budget))
+        assert isinstance(outcome, Optimal), budget
+        sizes, units = outcome.plan.weights, units_of(model, outcome.plan)
+        slots = num_slots(units, outcome.plan.prefetch_depth)
+        ring = slots * slot_bytes(units) if slots else 0
+        at_home = sum(counting.tensor_bytes(model.by_name[n]) for n in placeable(model) if sizes.tensors[n].tier == "host")
+        assert at_home + ring <= budget
+        assert outcome.plan.predicted.tokens_per_s >= 0.95 * before, "more memory is not slower, but for whole tensors"
+        before = outcome.plan.predicted.tokens_per_s
