@@ -78,7 +78,7 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
 
     profile, file_system = machine.profile, machine.disk_for(model.path)
     if machine.is_here and profile.accelerator is not None:
-        raise UsageError(f"Plans for a device cannot be run yet, and the machine {profile.name} has one; plan for it with `lmoffload plan`.")
+        raise UsageError(f"Plans for a device cannot be run yet, and {profile.name} has one; plan for it with `lmoffload plan`.")
     as_now = _as_found_now(profile) if machine.is_here else profile
     if asked is not None and (asked.policy_file is not None or asked.policy != "optimal"):
         plan: Plan | None = _by_policy(model, as_now, workload, limits, asked, file_system)
