@@ -130,6 +130,8 @@ def _require_same(path: Path, what: str, planned: Named, name: str, digest: str)
 
 
 def _require_measured(path: Path, plan: Plan, profile: MachineProfile) -> None:
+    if profile.accelerator is not None:
+        return
     threads, formats = plan.threads["compute"], frozenset(t.format for t in plan.weights.tensors.values())
     measured = {curve.threads for curve in profile.linear if curve.format in formats}
     if threads not in measured:
