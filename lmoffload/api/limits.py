@@ -10,6 +10,8 @@ from lmoffload_solver.workload import Limits
 def limits_of(
     *,
     host_memory: str | None = None,
+    device_memory: str | None = None,
+    disk_space: str | None = None,
     weights_memory: str | None = None,
     threads: int | None = None,
     micro_batch: int | None = None,
@@ -28,8 +30,13 @@ def limits_of(
     host_bytes = None if host_memory is None else parse_size(host_memory)
     if host_bytes == 0:
         raise UsageError("A host memory of 0 leaves nothing to run in.")
+    device_bytes = None if device_memory is None else parse_size(device_memory)
+    if device_bytes == 0:
+        raise UsageError("A device memory of 0 is no device; name a machine without one instead.")
     given = Limits(
         host_memory_bytes=host_bytes,
+        device_memory_bytes=device_bytes,
+        disk_space_bytes=None if disk_space is None else parse_size(disk_space),
         weights_memory_bytes=weights_bytes,
         weights_memory_share=weights_share,
         threads=threads,

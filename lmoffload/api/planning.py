@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+from lmoffload.api.asking import Asked
 from lmoffload.api.machine import Machine
 from lmoffload.api.model import Model
 from lmoffload.errors import InfeasibleError, StatedError, UsageError
@@ -13,7 +15,7 @@ from lmoffload.units import format_bytes
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.memory import peak
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.outcome import Infeasible, TimedOut
+from lmoffload_solver.outcome import Infeasible, plan_in
 from lmoffload_solver.plan import Named, Plan
 from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import read_value
@@ -65,8 +67,8 @@ def synthetic_workload(shape: ModelShape, num_prompts: int | None, prompt_len: i
     return Workload(prompts=(group,), gen_len=numbers["gen-len"])
 
 
-def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits) -> ModelPlan:
-    """The best plan within the limits; those of the machine this runs on are read now.
+def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits, asked: Asked | None = None) -> ModelPlan:
+    """The best plan within the limits, or another system's; the limits of the machine this runs on are read now.
 
     Raises:
         NoPlanError: none exists.
@@ -75,11 +77,16 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     from lmoffload_solver.search import solve
 
     profile, file_system = machine.profile, machine.disk_for(model.path)
+    if machine.is_here and profile.accelerator is not None:
+        raise UsageError(f"Plans for a device cannot be run yet, and {profile.name} has one; plan for it with `lmoffload plan`.")
     as_now = _as_found_now(profile) if machine.is_here else profile
-    outcome = solve(model.shape, as_now, workload, limits, file_system=file_system, model_fingerprint=model.digest)
-    if isinstance(outcome, Infeasible):
-        raise NoPlanError(outcome, model, profile, workload)
-    plan = outcome.best_so_far if isinstance(outcome, TimedOut) else outcome.plan
+    if asked is not None and (asked.policy_file is not None or asked.policy != "optimal"):
+        plan: Plan | None = _by_policy(model, as_now, workload, limits, asked, file_system)
+    else:
+        outcome = solve(model.shape, as_now, workload, limits, file_system=file_system, model_fingerprint=model.digest)
+        if isinstance(outcome, Infeasible):
+            raise NoPlanError(outcome, model, profile, workload)
+        plan = plan_in(outcome)
     if plan is None:
         raise StatedError(f"No plan was found within {limits.solve_s:g} s; allow more with --solve-time.")
     known = {
@@ -88,6 +95,17 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
         "limits": limits,
     }
     return ModelPlan(plan.model_copy(update=known), model, profile)
+
+
+def _by_policy(model: Model, machine: MachineProfile, workload: Workload, limits: Limits, asked: Asked, file_system: str | None) -> Plan:
+    """The plan of another system's policy, or of a policy file."""
+    from lmoffload_solver.policies.price import Policy, price_policy, price_row, read_rows
+
+    if asked.policy_file is not None:
+        row = read_rows(asked.policy_file, model.shape, workload)
+        return price_row(row, model.shape, machine, workload, limits, file_system=file_system, digest=model.digest)
+    named = cast(Policy, asked.policy)
+    return price_policy(named, model.shape, machine, workload, limits, file_system=file_system, digest=model.digest)
 
 
 def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
@@ -99,7 +117,8 @@ def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
     plan = read_value(Plan, path, "plan")
     _require_same(path, "model", plan.model, model.shape.name, model.digest)
     _require_same(path, "machine or another profile of it", plan.machine, machine.profile.name, machine.profile.fingerprint())
-    check_plan(model.shape, plan)
+    if machine.is_here or machine.profile.accelerator is None:
+        check_plan(model.shape, plan)
     _require_measured(path, plan, machine.profile)
     return ModelPlan(plan, model, machine.profile)
 
@@ -111,6 +130,8 @@ def _require_same(path: Path, what: str, planned: Named, name: str, digest: str)
 
 
 def _require_measured(path: Path, plan: Plan, profile: MachineProfile) -> None:
+    if profile.accelerator is not None:
+        return
     threads, formats = plan.threads["compute"], frozenset(t.format for t in plan.weights.tensors.values())
     measured = {curve.threads for curve in profile.linear if curve.format in formats}
     if threads not in measured:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lmoffload.api.asking import asked_of
 from lmoffload.api.engine import Prompt
 from lmoffload.api.limits import limits_of
 from lmoffload.api.machine import Machine, machine_of
@@ -24,7 +25,13 @@ def plan(
     prompt_len: int | None = None,
     gen_len: int | None = None,
     machine: MachineProfile | str | None = None,
+    goal: str = "throughput",
+    deadline: str | None = None,
+    quality: str = "exact",
+    policy: str = "optimal",
+    policy_file: Path | None = None,
     host_memory: str | None = None,
+    device_memory: str | None = None,
     weights_memory: str | None = None,
     threads: int | None = None,
     micro_batch: int | None = None,
@@ -39,6 +46,10 @@ def plan(
         gen_len: tokens to generate for each.
         machine: a profile of this machine, or the name or file of another's; this machine's own by default, measured now
             where it is not yet known.
+        goal: "throughput", "latency", or "deadline" with a duration such as "90m".
+        quality: "exact", "int8", "int4" or "any": what weights and KV cache may be turned into.
+        policy: "optimal", or the system whose own choice is priced: "accelerate", "zero-inference" or "flexgen".
+        policy_file: a FlexGen policy to price, without its search.
         host_memory: a size such as "4GiB" for the whole process.
         weights_memory: a size, or a share of the weights such as "40%".
 
@@ -49,6 +60,7 @@ def plan(
     """
     limits = limits_of(
         host_memory=host_memory,
+        device_memory=device_memory,
         weights_memory=weights_memory,
         threads=threads,
         micro_batch=micro_batch,
@@ -70,7 +82,8 @@ def plan(
         job.require_sound()
         workload = job.workload
     if isinstance(machine, MachineProfile):
-        on = Machine(machine, is_here=True)
+        on = Machine(machine, is_here=machine.accelerator is None)
     else:
         on = machine_of(machine, opened.path, is_here=False, tell=tell)
-    return solve_for(opened, on, workload, limits)
+    asked = asked_of(goal=goal, deadline=deadline, quality=quality, policy=policy, policy_file=policy_file)
+    return solve_for(opened, on, asked.of(workload), limits, asked)

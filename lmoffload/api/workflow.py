@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmoffload.api.asking import Asked
 from lmoffload.api.machine import machine_of
 from lmoffload.api.model import open_model
 from lmoffload.api.planning import ModelPlan, NoPlanError, read_plan, require_room, solve_for
@@ -50,6 +51,7 @@ def plan_work(
     limits: Limits,
     machine: str | None,
     *,
+    asked: Asked | None = None,
     out: Path | None = None,
     as_json: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
@@ -66,10 +68,11 @@ def plan_work(
         check_place(out, "plan")
         require_distinct([("--out", out)], [("--input", work.input_file), ("--machine", None if machine is None else Path(machine))])
     model = open_model(name)
-    workload = work.workload(model)
+    asked = asked or Asked()
+    workload = asked.of(work.workload(model))
     on = machine_of(machine, model.path, is_here=False, on_progress=on_progress, tell=tell)
     try:
-        planned = solve_for(model, on, workload, limits)
+        planned = solve_for(model, on, workload, limits, asked)
     except NoPlanError as error:
         if as_json:
             named = Named(name=model.shape.name, digest=model.digest)

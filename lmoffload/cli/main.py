@@ -17,6 +17,7 @@ from lmoffload.cli.options import Debug, Invocation
 from lmoffload.cli.plan import plan
 from lmoffload.cli.profile import profile
 from lmoffload.cli.run import run
+from lmoffload.cli.what_if import what_if
 from lmoffload.environment import prepare_allocator, prepare_signals, prepare_streams, prepare_threads
 from lmoffload.errors import StatedError, UsageError, sentence_of
 
@@ -31,6 +32,7 @@ def build_app() -> typer.Typer:
     app.command("inspect")(inspect)
     app.command("plan")(plan)
     app.command("explain")(explain)
+    app.command("what-if")(what_if)
     app.command("run")(run)
     app.command("make-dummy")(make_dummy)
     app.command("demo")(demo)

@@ -65,6 +65,42 @@ HostMemory = Annotated[
     str | None,
     typer.Option("--host-memory", metavar="SIZE", help="Memory of the whole process, such as 4GiB or 500MB.", rich_help_panel=LIMITS),
 ]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option("--device-memory", metavar="SIZE", help="Memory of the device that may be used.", rich_help_panel=LIMITS),
+]
+DiskSpace = Annotated[
+    str | None,
+    typer.Option("--disk-space", metavar="SIZE", help="Space on disk that may be used, with a device.", rich_help_panel=LIMITS),
+]
+Goal = Annotated[
+    str,
+    typer.Option(
+        "--goal",
+        metavar="throughput|latency|deadline",
+        help="The most tokens per second, the quickest single completion, or the best quality that is done in time.",
+    ),
+]
+Deadline = Annotated[
+    str | None,
+    typer.Option("--deadline", metavar="DURATION", help="Time in which the work must be done, such as 90m; sets the goal."),
+]
+Quality = Annotated[
+    str,
+    typer.Option("--quality", metavar="exact|int8|int4|any", help="What may be lost: weights and KV cache in so many bits or more."),
+]
+Policy = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="optimal|accelerate|zero-inference|flexgen",
+        help="Another system's own choice, priced as that system would run it.",
+    ),
+]
+PolicyFile = Annotated[
+    Path | None,
+    typer.Option("--policy-file", metavar="FILE", help="A FlexGen policy (JSON) to price, without its search."),
+]
 WeightsMemory = Annotated[
     str | None,
     typer.Option(

@@ -10,8 +10,12 @@ import typer
 from lmoffload.cli.options import (
     LIMITS,
     AsJson,
+    Deadline,
     Debug,
+    DeviceMemory,
+    DiskSpace,
     GenLen,
+    Goal,
     HostMemory,
     Input,
     Machine,
@@ -19,7 +23,10 @@ from lmoffload.cli.options import (
     NumMicroBatches,
     NumPrompts,
     PlannedModel,
+    Policy,
+    PolicyFile,
     PromptLen,
+    Quality,
     Threads,
     WeightsMemory,
 )
@@ -32,7 +39,14 @@ def plan(
     num_prompts: NumPrompts = None,
     prompt_len: PromptLen = None,
     gen_len: GenLen = None,
+    goal: Goal = "throughput",
+    deadline: Deadline = None,
+    quality: Quality = "exact",
+    policy: Policy = "optimal",
+    policy_file: PolicyFile = None,
     host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
+    disk_space: DiskSpace = None,
     weights_memory: WeightsMemory = None,
     threads: Threads = None,
     micro_batch: MicroBatch = None,
@@ -41,10 +55,14 @@ def plan(
         str | None, typer.Option("--solve-time", metavar="DURATION", help="Time limit of the search.", rich_help_panel=LIMITS)
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here, for `run --plan`.")] = None,
+    out_plot: Annotated[
+        Path | None, typer.Option("--out-plot", metavar="FILE", help="Draw the plan's roofline, and throughput against batch and memory.")
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Solve for the best plan for some work with a model."""
+    from lmoffload.api.asking import asked_of
     from lmoffload.api.limits import limits_of
     from lmoffload.api.work import Work
     from lmoffload.api.workflow import plan_work
@@ -55,14 +73,21 @@ def plan(
     work = Work(input_file=input_file, num_prompts=num_prompts, prompt_len=prompt_len, gen_len=gen_len)
     limits = limits_of(
         host_memory=host_memory,
+        device_memory=device_memory,
+        disk_space=disk_space,
         weights_memory=weights_memory,
         threads=threads,
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
         solve_time=solve_time,
     )
+    asked = asked_of(goal=goal, deadline=deadline, quality=quality, policy=policy, policy_file=policy_file)
     with ProgressBar() as bar:
-        planned = plan_work(model, work, limits, machine, out=out, as_json=as_json, on_progress=bar.show_profiling)
+        planned = plan_work(model, work, limits, machine, asked=asked, out=out, as_json=as_json, on_progress=bar.show_profiling)
+    if out_plot is not None:
+        from lmoffload.api.plotting import plot_plan
+
+        plot_plan(planned, out_plot)
     if as_json:
         typer.echo(planned.plan.model_dump_json(indent=2))
     else:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import RenderableType
 
 from lmoffload.report.tables import facts, grid
 from lmoffload.units import format_bytes, format_seconds, format_share
-from lmoffload_solver.explain import Alternative, Explanation
+from lmoffload_solver.explain import Alternative, CoreChoice, Explanation
 from lmoffload_solver.plan import Plan
+from lmoffload_solver.value import Resource
 
 _PARTS = {
     "base": "the process itself",
@@ -31,6 +32,10 @@ def explain_tables(plan: Plan, explanation: Explanation) -> Iterator[RenderableT
     yield grid("Time of the first block", ("phase", "in all", "busy", "binds", "it waits"), _phases(explanation))
     yield facts("How near to the best", _bounds(explanation))
     yield grid("Memory at the peak", ("part", "bytes"), _memory(explanation))
+    if explanation.quantization:
+        yield grid("What quantization saves and costs", ("of", "phase", "saved", "spent"), _quantization(explanation))
+    if explanation.cores is not None:
+        yield facts("Cores of the host", _cores(explanation.cores))
     yield grid("Other choices", ("change", "tokens/s", "against the plan", "peak"), _alternatives(explanation))
 
 
@@ -45,7 +50,24 @@ def _bounds(explanation: Explanation) -> Iterator[tuple[str, str]]:
     if explanation.program_tokens_per_s is not None:
         yield "these choices, fractions of tensors and perfect overlap", f"{explanation.program_tokens_per_s:.2f} tokens/s"
     yield "no plan exceeds", f"{explanation.bound_tokens_per_s:.2f} tokens/s (gap {explanation.gap:.1%})"
-    yield "read from disk each step", format_bytes(explanation.moved_bytes_per_step)
+    what = "moved to the device each step" if "device" in explanation.weights_bytes else "read from disk each step"
+    yield what, format_bytes(explanation.moved_bytes_per_step)
+
+
+def _quantization(explanation: Explanation) -> Iterator[tuple[str, ...]]:
+    for term in explanation.quantization:
+        yield f"{term.what} in {term.format}", term.phase, _seconds(term.saved_s), _seconds(term.spent_s)
+
+
+def _seconds(by_resource: Mapping[Resource, float]) -> str:
+    return ", ".join(f"{resource} {format_seconds(seconds)}" for resource, seconds in by_resource.items()) or "nothing"
+
+
+def _cores(choice: CoreChoice) -> Iterator[tuple[str, str]]:
+    yield "operators at once", f"{choice.widest_level} ({choice.levels} levels of the host's attention)"
+    shared = ", ".join(f"{count} {name}" for name, count in choice.best.totals().items())
+    yield f"of {choice.cores} cores", f"{shared}; the slowest class takes {format_seconds(choice.best.slowest_s)}"
+    yield "by the libraries' default", f"all cores for every class: {format_seconds(choice.default.slowest_s)}"
 
 
 def _memory(explanation: Explanation) -> Iterator[tuple[str, str]]:

@@ -36,6 +36,8 @@ ANY_FORMAT_KERNEL = "fused_dot"
 ACTIVITY_NAMES: dict[Resource, frozenset[str]] = {
     "disk_read": frozenset({"disk_read", "disk_io", "disk"}),
     "host_compute": frozenset({"host_compute", "compute"}),
+    "upload": frozenset({"upload", "copy"}),
+    "host_attention": frozenset({"host_attention"}),
 }
 """A profile's contention entries name activities by resource or by class of task."""
 

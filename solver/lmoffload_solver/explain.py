@@ -9,6 +9,7 @@ from typing import Literal
 from lmoffload_solver import counting, memory
 from lmoffload_solver.assemble import peak_bytes
 from lmoffload_solver.blocks import Step, decode_steps
+from lmoffload_solver.core_split import CoreSplit
 from lmoffload_solver.costs import COMPUTE_RESOURCE, READ_RESOURCE, disk_of
 from lmoffload_solver.evaluate import Candidate, Evaluator
 from lmoffload_solver.machine import MachineProfile
@@ -43,6 +44,28 @@ class Alternative(Value):
     peak_bytes: int | None
 
 
+class QuantizationTerm(Value):
+    """What keeping something in fewer bits saves and costs in a phase of the whole job, in busy seconds of resources."""
+
+    what: Literal["weights", "kv"]
+    format: str
+    phase: Literal["prefill", "decode"]
+    saved_s: dict[Resource, float]
+    spent_s: dict[Resource, float]
+
+
+class CoreChoice(Value):
+    """The host's cores as shared by the plan, beside what the libraries' defaults would give."""
+
+    cores: int
+    levels: int
+    """Topological levels of the compute task's operator graph."""
+    widest_level: int
+    """Operators that can run at once."""
+    best: CoreSplit
+    default: CoreSplit
+
+
 class Explanation(Value):
     """Everything `lmoffload explain` shows."""
 
@@ -62,6 +85,9 @@ class Explanation(Value):
     """The named parts of the peak in the compute tier."""
     memory_usable_bytes: int
     alternatives: tuple[Alternative, ...]
+    quantization: tuple[QuantizationTerm, ...] = ()
+    cores: CoreChoice | None = None
+    """None on a machine without a device, whose threads are part of the search."""
 
 
 def explain(
@@ -76,6 +102,10 @@ def explain(
         StatedError: the profile lacks a disk or a curve that the plan needs.
     """
     limits = limits or Limits()
+    if machine.accelerator is not None:
+        from lmoffload_solver.chain_explain import explain_chain
+
+        return explain_chain(model, machine, plan, limits=limits, file_system=file_system)
     steps = (Step(0, 1.0), *decode_steps(plan.workload.gen_len))
     costs = PlanCosts(model, machine, plan, file_system=file_system, steps=steps)
     evaluator = Evaluator(model, machine, disk_of(machine, file_system), plan.workload, limits)

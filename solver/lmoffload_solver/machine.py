@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from lmoffload_solver.accelerator import Accelerator, Rate, Source
 from lmoffload_solver.value import Tier, Value
 
 
@@ -165,6 +166,10 @@ class Processor(Value):
     name: str
     cores: int = Field(gt=0)
     instruction_sets: tuple[str, ...] = ()
+    threads_per_core: int | None = Field(default=None, gt=0)
+    """Where `cores` counts hardware threads; None: it counts physical cores."""
+    numa_nodes: int | None = Field(default=None, gt=0)
+    """Over which the cores are spread evenly; None: one."""
 
 
 class MachineProfile(Value):
@@ -188,5 +193,11 @@ class MachineProfile(Value):
     versions: dict[str, str] = Field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     """What could not be measured or is unsteady, one sentence each."""
+    accelerator: Accelerator | None = None
+    """None: the compute tier is host memory."""
+    rates: tuple[Rate, ...] = ()
+    """Attention, quantizing and dequantizing by processor and way."""
+    sources: tuple[Source, ...] = ()
+    """Of the numbers of a profile that was not measured here."""
     default_threads_slowdown: float | None = None
     """Decode-sized product under the libraries' default (busy-waiting) threads / under ours."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lmoffload_solver.plan import Plan
 
@@ -23,7 +23,7 @@ class Infeasible:
     """No plan fits."""
 
     resource: str
-    """"host memory" or "weights memory"."""
+    """"host memory", "device memory", "weights memory", "disk space" or "time"."""
     short_by_bytes: int
     """What the plan that needs least lacks."""
     what_would_help: str
@@ -40,3 +40,17 @@ class TimedOut:
 
 
 Outcome = Optimal | Infeasible | TimedOut
+
+
+def plan_in(outcome: Outcome) -> Plan | None:
+    """The plan of an outcome, if it has one."""
+    if isinstance(outcome, Infeasible):
+        return None
+    return outcome.best_so_far if isinstance(outcome, TimedOut) else outcome.plan
+
+
+def with_plan(outcome: Outcome, plan: Plan) -> Outcome:
+    """The same outcome with another plan in it."""
+    if isinstance(outcome, Infeasible):
+        return outcome
+    return replace(outcome, best_so_far=plan) if isinstance(outcome, TimedOut) else replace(outcome, plan=plan)

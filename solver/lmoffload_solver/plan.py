@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import Goal, Quality, Resource, TaskClass, TensorClass, Tier, Value
 from lmoffload_solver.workload import MOST_PROMPTS, Limits, Workload
 
@@ -131,6 +132,8 @@ class Plan(Value):
     """Units read ahead of the one computed; the ring has prefetch_depth + 1 buffers."""
     stream: Literal["layer", "matrix"] = "layer"
     """What streams at once: all streamed matrices of a layer, or each alone: smaller buffers, more switches."""
+    runtime: Runtime | None = None
+    """The traits of another system, whose policy this is; None: lmoffload's own."""
     predicted: Predicted
     binding: Resource
     shadow_prices: tuple[ShadowPrice, ...] = ()

@@ -22,11 +22,12 @@ from lmoffload_solver.errors import StatedError
 from lmoffload_solver.evaluate import Candidate, Evaluator
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.outcome import Infeasible, Optimal, Outcome, TimedOut
+from lmoffload_solver.outcome import Infeasible, Optimal, Outcome, TimedOut, plan_in, with_plan
 from lmoffload_solver.program import Program
 from lmoffload_solver.rounding import Stream
 from lmoffload_solver.shortage import infeasible
 from lmoffload_solver.threads import compute_choices
+from lmoffload_solver.value import Quality
 from lmoffload_solver.workload import Limits, Workload
 
 __all__ = ["Infeasible", "Optimal", "Outcome", "TimedOut", "solve"]
@@ -95,11 +96,19 @@ def solve(
         model_fingerprint: digest of the checkpoint, kept in the plan; the shape's own unless given.
 
     Raises:
-        StatedError: the machine profile lacks a disk or a curve that the plan needs, or the goal is not throughput.
+        StatedError: the machine profile lacks a disk or a curve that the plan needs, or the goal deadline has none.
     """
+    if workload.goal == "deadline":
+        return _by_deadline(model, machine, workload, limits, file_system, model_fingerprint)
+    digest = model_fingerprint or model.fingerprint()
+    if workload.goal == "latency":
+        # Another sequence in a block never makes the first one finish sooner, so one alone is the quickest.
+        limits = limits.model_copy(update={"micro_batch": limits.micro_batch or 1, "num_micro_batches": limits.num_micro_batches or 1})
+    if machine.accelerator is not None:
+        from lmoffload_solver.chain_solve import solve_chain
+
+        return solve_chain(model, machine, workload, limits, file_system, digest)
     begin = time.perf_counter()
-    if workload.goal != "throughput":
-        raise StatedError(f"Plans for the goal {workload.goal!r} are not made yet; use the goal throughput.")
     disk = disk_of(machine, file_system)
     domain = Domain.of(model, machine, workload, limits)
     evaluator = Evaluator(model, machine, disk, workload, limits)
@@ -110,13 +119,41 @@ def solve(
     tokens = workload.num_prompts * workload.gen_len
     if best is None:
         return TimedOut(None, tokens / search.bound_s)
-    digest = model_fingerprint or model.fingerprint()
     bound_s = min(search.bound_s, best.simulated.total_s) if search.cut_short else best.simulated.total_s
     found = replace(best, bound_s=bound_s, solve_s=time.perf_counter() - begin, programs_solved=search.programs_solved + 1)
     plan = assemble(evaluator, found, digest, cut_short=search.cut_short)
     if search.cut_short:
         return TimedOut(plan, plan.bound_tokens_per_s)
     return Optimal(plan, plan.bound_tokens_per_s, plan.gap)
+
+
+def _by_deadline(
+    model: ModelShape, machine: MachineProfile, workload: Workload, limits: Limits, file_system: str | None, fingerprint: str | None
+) -> Outcome:
+    """The best plan of the best quality class that is done in time.
+
+    Raises:
+        StatedError: no deadline is given.
+    """
+    if workload.deadline_s is None:
+        raise StatedError("The goal deadline needs a time to be done by; give --deadline.")
+    classes: tuple[Quality, ...] = ("exact", "int8", "int4", "any")
+    tried: list[Outcome] = []
+    for quality in classes:
+        asked = workload.model_copy(update={"quality": quality, "goal": "throughput"})
+        outcome = solve(model, machine, asked, limits, file_system=file_system, model_fingerprint=fingerprint)
+        plan = plan_in(outcome)
+        if plan is not None and plan.predicted.total_s <= workload.deadline_s:
+            kept = asked.model_copy(update={"goal": "deadline"})
+            return with_plan(outcome, plan.model_copy(update={"goal": "deadline", "workload": kept}))
+        tried.append(outcome)
+    known = [plan for plan in map(plan_in, tried) if plan is not None]
+    if not known:
+        return tried[-1]
+    quickest = min(known, key=lambda plan: plan.predicted.total_s)
+    late = quickest.predicted.total_s - workload.deadline_s
+    needs = f"The quickest plan (quality {quickest.quality}) needs {quickest.predicted.total_s:.1f} s, {late:.1f} s more than there are"
+    return Infeasible("time", 0, f"{needs}; allow more time, or give fewer prompts or a smaller --gen-len.")
 
 
 class Search:

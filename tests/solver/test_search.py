@@ -257,8 +257,11 @@ def test_only_one_token() -> None:
 
 
 def test_unknown_format_disk_and_goal() -> None:
-    with pytest.raises(StatedError, match="latency"):
-        solve(make_model(), make_machine(), make_work().model_copy(update={"goal": "latency"}), Limits())
+    with pytest.raises(StatedError, match="--deadline"):
+        solve(make_model(), make_machine(), make_work().model_copy(update={"goal": "deadline"}), Limits())
+    quick = solve(make_model(), make_machine(), make_work().model_copy(update={"goal": "latency"}), Limits())
+    assert isinstance(quick, Optimal)
+    assert (quick.plan.micro_batch, quick.plan.num_micro_batches) == (1, 1)
     with pytest.raises(StatedError, match="q8_0"):
         solve(make_model(stored="q8_0"), make_machine(), make_work(), Limits())
     with pytest.raises(StatedError, match="/elsewhere"):

@@ -1,0 +1,95 @@
+"""What a decision comes to: simulated seconds of the job, busy seconds of every resource, the plan's timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lmoffload_solver.chain_schedule import Clock, Graph, UnitWork, lay_out
+from lmoffload_solver.chain_work import ChainWork
+from lmoffload_solver.costs import disk_of
+from lmoffload_solver.decision import Decision, Job
+from lmoffload_solver.device_costs import DeviceCosts
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.simulate import Timed, walk
+from lmoffload_solver.value import Resource
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """A phase of the whole job."""
+
+    seconds: float
+    busy: dict[Resource, float]
+    dequantizing_s: float
+    """Of weights, on the device, as a task of its own."""
+    quantizing_s: float
+    """Of keys and values."""
+
+
+@dataclass(frozen=True)
+class ChainSimulated:
+    """The whole job."""
+
+    prefill: PhaseSeconds
+    decode: PhaseSeconds
+    step_s: float
+    """A decode step of the first block, the mean over its steps."""
+
+    @property
+    def total_s(self) -> float:
+        return self.prefill.seconds + self.decode.seconds
+
+
+def costs_of(machine: MachineProfile, decision: Decision, file_system: str | None = None) -> DeviceCosts:
+    """Prices of a machine under a decision's runtime."""
+    return DeviceCosts(machine, disk_of(machine, file_system), decision.runtime)
+
+
+def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision) -> ChainSimulated:
+    """Every different block's sampled steps one after another, each step weighted with what it stands for."""
+    work = ChainWork(job, costs, decision)
+    seconds = [0.0, 0.0]
+    busy: tuple[dict[Resource, float], dict[Resource, float]] = ({}, {})
+    widening, packing = [0.0, 0.0], [0.0, 0.0]
+    step_s = 0.0
+    for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
+        steps = work.block(block)
+        ends = [0.0, *lay_out(steps, decision.runtime, decision.prefetch_depth, Clock().emit)]
+        for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
+            weight, phase = step.weight * block.count, int(step.step > 0)
+            seconds[phase] += weight * (ends[place + 1] - ends[place])
+            for resource, amount in busy_of(units).items():
+                busy[phase][resource] = busy[phase].get(resource, 0.0) + weight * amount
+            widening[phase] += weight * sum(unit.dequantize for unit in units)
+            packing[phase] += weight * sum(batch.quantize for unit in units for batch in unit.batches)
+        if number == 0 and job.gen_len > 1:
+            step_s = seconds[1] / (block.count * (job.gen_len - 1))
+    phases = [PhaseSeconds(seconds[p], busy[p], widening[p], packing[p]) for p in (0, 1)]
+    return ChainSimulated(phases[0], phases[1], step_s)
+
+
+def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
+    """Seconds that each resource works in a step."""
+    busy: dict[Resource, float] = {}
+    for unit in units:
+        amounts: dict[Resource, float] = {
+            "disk_read": unit.read + sum(b.read for b in unit.batches),
+            "upload": unit.upload + sum(b.load_kv + b.load_hidden for b in unit.batches),
+            "device": unit.dequantize + sum(b.compute + b.quantize + b.after for b in unit.batches),
+            "host_attention": sum(b.attend for b in unit.batches),
+            "download": sum(b.store_kv + b.store_hidden for b in unit.batches),
+            "disk_write": sum(b.write for b in unit.batches),
+        }
+        for resource, amount in amounts.items():
+            busy[resource] = busy.get(resource, 0.0) + amount
+    return busy
+
+
+def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision) -> list[Timed]:
+    """Begin and end of each task of the first block's sampled steps."""
+    work = ChainWork(job, costs, decision)
+    graph = Graph()
+    block = next(job.blocks(decision.micro_batch, decision.num_micro_batches))
+    lay_out(work.block(block), decision.runtime, decision.prefetch_depth, graph.emit)
+    return walk(graph.tasks, lambda task: graph.seconds[task.index])
