@@ -18,6 +18,8 @@ class Format:
     name: str
     block_elements: int
     block_bytes: int
+    tile_rows: int = 1
+    """Rows of a matrix that are stored interleaved, so that a matrix is cut between tiles only; its last tile may hold fewer."""
 
     @property
     def bits_per_element(self) -> float:
@@ -37,6 +39,34 @@ FORMATS: dict[str, Format] = {
     )
 }
 
+QUANTIZED: dict[str, Format] = {
+    f.name: f
+    for f in (
+        # The quantized store's own groups along the last dimension: codes, then one fp16 scale (int8, symmetric), or an fp16 scale and an
+        # fp16 minimum (int4, asymmetric): 64 elements of int4 take 32 + 2 + 2 = 36 bytes, as FlexGen's groups do.
+        Format("int8", 64, 66, tile_rows=16),
+        Format("int4-g32", 32, 20, tile_rows=16),
+        Format("int4-g64", 64, 36, tile_rows=16),
+        Format("int4-g128", 128, 68, tile_rows=16),
+    )
+}
+"""Formats that weights and keys and values can be turned into; no checkpoint stores them."""
+
+QUALITY_BITS = {"exact": 16, "int8": 8, "int4": 4, "any": 4}
+"""Fewest bits of an element that a quality class allows."""
+
+
+def format_of(name: str) -> Format:
+    """The format of a name.
+
+    Raises:
+        StatedError: it is not known.
+    """
+    found = FORMATS.get(name) or QUANTIZED.get(name)
+    if found is None:
+        raise StatedError(f"The storage format {name!r} is not known; known are {', '.join([*FORMATS, *QUANTIZED])}.")
+    return found
+
 
 def stored_bytes(shape: tuple[int, ...], format_name: str) -> int:
     """Bytes of a tensor of `shape` in a format.
@@ -44,10 +74,7 @@ def stored_bytes(shape: tuple[int, ...], format_name: str) -> int:
     Raises:
         StatedError: the last dimension is not a whole number of blocks, or the format is unknown.
     """
-    try:
-        fmt = FORMATS[format_name]
-    except KeyError:
-        raise StatedError(f"The storage format {format_name!r} is not known; known are {', '.join(FORMATS)}.") from None
+    fmt = format_of(format_name)
     last = shape[-1] if shape else 1
     if last % fmt.block_elements:
         raise StatedError(f"A tensor of shape {list(shape)} is not a whole number of {format_name} blocks.")
