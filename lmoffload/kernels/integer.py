@@ -42,6 +42,7 @@ def integer_kernels(format_name: str) -> IntegerKernels:
     return compile_integer(format_name, host_machine())
 
 
+@cache
 def compile_integer(format_name: str, machine: Machine) -> IntegerKernels:
     """The same for any machine whose instructions this one has."""
     module, narrow = ir.Module(f"lmoffload_integer_{format_name}"), replace(machine, width=machine.dot_width)
