@@ -201,14 +201,14 @@ class Code:
 
     def prefetch(self, address: V, num_bytes: V) -> None:
         """Ask for the cache lines from an address on; where nothing is mapped it does no harm."""
+        self.each(self.whole(0), num_bytes, 64, lambda offset: self.prefetch_line(self.at(address, offset)))
+
+    def prefetch_line(self, address: V) -> None:
+        """Ask for one cache line."""
         name, kinds = "llvm.prefetch.p0", [ADDRESS, I32, I32, I32]
         known = self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(ir.VoidType(), kinds), name)
         read, all_levels, data = self.bits(0), self.bits(3), self.bits(1)
-
-        def line(offset: V) -> None:
-            self.b.call(known, [self.at(address, offset), read, all_levels, data])
-
-        self.each(self.whole(0), num_bytes, 64, line)
+        self.b.call(known, [address, read, all_levels, data])
 
     @contextmanager
     def when(self, condition: V) -> Iterator[None]:

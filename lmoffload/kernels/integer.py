@@ -21,6 +21,12 @@ from lmoffload_solver.formats import QUANTIZED
 
 STEPS = CHUNK // 4
 
+FEW_ROWS = 2
+"""Activation rows up to which a tile's bytes arrive no faster than they are used."""
+
+AHEAD_BYTES = 2048
+"""How far ahead they are asked for then."""
+
 
 @dataclass(frozen=True)
 class IntegerKernels:
@@ -106,6 +112,9 @@ class Product:
 
         def group(g: V, totals: list[V]) -> list[V]:
             here = code.row(tile, g, code.whole(self.group_bytes))
+            if size <= FEW_ROWS:
+                for line in range(0, self.group_bytes, 64):
+                    code.prefetch_line(code.at(here, AHEAD_BYTES + line))
             beside = code.row(sums, g, code.whole(4 * size))
             dots = self._dots(code.at(here, self.head_bytes), code.row(packed, g, code.whole(self.group * size)), beside, size)
             reals = ir.VectorType(F32, code.width)
