@@ -7,8 +7,12 @@ OpenMP library is loaded with torch.
 from __future__ import annotations
 
 import ctypes
+import io
 import os
+import signal
 import sys
+import threading
+from typing import Any
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -38,6 +42,25 @@ def thread_remarks() -> tuple[str, ...]:
     else:
         cause = f"OMP_WAIT_POLICY is {policy}; PASSIVE is what lmoffload needs"
     return (f"Threads may wait busily and slow each other down: {cause}.",)
+
+
+def prepare_streams() -> None:
+    """Open what the caller closed of the standard streams, so that no file of ours takes their place; writing to a closed standard output
+    stays an error."""
+    for name, descriptor, flags in (("stdin", 0, os.O_RDONLY), ("stdout", 1, os.O_RDONLY), ("stderr", 2, os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, flags)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            raw: Any = io.FileIO(descriptor, "r" if name == "stdin" else "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", write_through=True))  # nothing is left to fail at exit
+
+
+def prepare_signals() -> None:
+    """A polite request to end (SIGTERM, as of a batch system) is an interruption like Ctrl-C: threads end, finished results are kept."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def prepare_allocator() -> None:

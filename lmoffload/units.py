@@ -93,15 +93,25 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 99.5:
         whole = round(seconds)
         return f"{whole // 60} min {whole % 60:02d} s"
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs"), (1e9, "ns")):
         if seconds * factor >= 0.9995:
             return f"{_three_figures(seconds * factor)} {unit}"
-    return "0 s" if seconds == 0 else f"{_three_figures(seconds * 1e9)} ns"
+    return "0 s"
+
+
+def format_remaining(seconds: float) -> str:
+    """An estimate of what is left, in whole seconds: 4 s, 3 min 20 s, 2 h 05 min."""
+    return format_seconds(seconds) if seconds >= 99.5 else f"{round(max(seconds, 0))} s"
+
+
+def format_number(count: int, noun: str, plural: str | None = None) -> str:
+    """A number of things: 1 layer, 2 layers."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_share(share: float) -> str:
-    """A signed share in per cent: +3.1 %."""
-    return f"{share * 100:+.1f} %"
+    """A signed share in per cent: +3.1 %; what rounds to nothing has a plus."""
+    return f"{round(share * 100, 1) + 0.0:+.1f} %"
 
 
 def _scaled(amount: float, base: int, units: tuple[str, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 from lmoffload.api.engine import Engine
@@ -14,7 +15,7 @@ from lmoffload.errors import StatedError
 from lmoffload.report.plan import plan_tables
 from lmoffload.report.progress import ProgressBar
 from lmoffload.report.run import run_tables
-from lmoffload.report.tables import facts, show
+from lmoffload.report.tables import grid, show
 from lmoffload.units import format_bytes, format_seconds
 from lmoffload_solver.counting import weights_bytes
 from lmoffload_solver.report import RunReport
@@ -61,6 +62,9 @@ def run_demo(name: str | None) -> None:
         machine = machine_of(None, checkpoint.path, on_progress=bar.show_profiling)
     host = machine.profile.host
     print(f"2. The machine: {host.cores} cores, {format_bytes(host.memory_usable_bytes)}, {machine.profile.provenance}.\n")
+    for remark in machine.profile.remarks:
+        print(f"   {remark}")
+    print(end="\n" if machine.profile.remarks else "")
     from lmoffload.jobs.text import Text
 
     text = Text(checkpoint)
@@ -71,9 +75,9 @@ def run_demo(name: str | None) -> None:
     print("\n4. The run:\n")
     answers, report = _answer(offloaded, text)
     for question, answer in zip(QUESTIONS, answers, strict=True):
-        print(f"   > {question}\n   {' '.join(answer.split())}\n")
+        print(f"   > {question}\n{fill(' '.join(answer.split()), 80, initial_indent='   ', subsequent_indent='   ')}\n")
     show(run_tables(report))
-    print("\nTokens per second count what was really generated: an answer that ends early makes fewer than planned.")
+    print("\nAn answer that ends early makes fewer tokens than planned, so fewer per second.")
     _compare(machine, offloaded, workload, text, answers, report)
 
 
@@ -88,13 +92,16 @@ def _compare(
     rows = [
         (
             name,
-            f"{run.measured.tokens_per_s:.2f} tokens/s (predicted {run.predicted.tokens_per_s:.2f}), "
-            f"a decode step {format_seconds(run.measured.step_s)}, {format_bytes(sum(run.resident_bytes.values()))} of weights kept, "
-            f"{format_bytes(run.bytes_read)} read from disk",
+            f"{run.measured.tokens_per_s:.2f}",
+            f"{run.predicted.tokens_per_s:.2f}",
+            format_seconds(run.measured.step_s),
+            format_bytes(sum(run.resident_bytes.values())),
+            format_bytes(run.bytes_read),
         )
         for name, run in (("offloaded", report), ("all in memory", resident))
     ]
-    show([facts("Every answer is the same, to the letter.", rows)])
+    columns = ("weights", "tokens/s", "predicted", "a decode step", "kept", "read")
+    show([grid("Every answer is the same, to the letter.", columns, rows)])
 
 
 def _workload(text: Text) -> Workload:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmoffload.api.telling import Tell, tell_on_stderr
+from lmoffload.documents import check_place
 from lmoffload.environment import prepare_threads
 from lmoffload.profiler.limits import disk_of
 from lmoffload.profiler.store import default_profile_path, load_profile, save_profile
@@ -54,10 +55,13 @@ def profile(
     """
     from lmoffload.profiler import profile as measure
 
+    place = Path(out) if out is not None else default_profile_path()
+    if place.parent.is_dir():
+        check_place(place, "profile")
     for remark in prepare_threads():
         tell(remark)
     measured = measure(quick=quick, disk_path=Path(disk or "."), on_progress=on_progress)
-    save_profile(measured, Path(out) if out is not None else default_profile_path())
+    save_profile(measured, place)
     return measured
 
 

@@ -9,11 +9,15 @@ from lmoffload.api.machine import Machine
 from lmoffload.api.model import Model
 from lmoffload.errors import InfeasibleError, StatedError, UsageError
 from lmoffload.profiler.limits import memory_of_process, read_limits
+from lmoffload.units import format_bytes
 from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.memory import peak
+from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import Infeasible, TimedOut
 from lmoffload_solver.plan import Named, Plan
+from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import read_value
-from lmoffload_solver.workload import Limits, PromptGroup, Workload
+from lmoffload_solver.workload import MOST_PROMPTS, MOST_TOKENS, Limits, PromptGroup, Workload, check_length
 
 DEFAULT_NUM_PROMPTS, DEFAULT_PROMPT_LEN, DEFAULT_GEN_LEN = 16, 256, 64
 
@@ -35,20 +39,28 @@ class NoPlanError(InfeasibleError):
         super().__init__(outcome.what_would_help)
 
 
-def synthetic_workload(num_prompts: int | None, prompt_len: int | None, gen_len: int | None) -> Workload:
-    """`num_prompts` prompts of `prompt_len` tokens, `gen_len` new ones each; what is not given takes a common value.
+def synthetic_workload(shape: ModelShape, num_prompts: int | None, prompt_len: int | None, gen_len: int | None) -> Workload:
+    """`num_prompts` prompts of `prompt_len` tokens, `gen_len` new ones each; what is not given takes a common value that the model has
+    positions for.
 
     Raises:
-        UsageError: a number is below 1.
+        UsageError: a number is below 1, or beyond what any job has.
+        StatedError: the model has no positions for so many tokens.
     """
+    positions = MOST_TOKENS if shape.max_positions is None else shape.max_positions
+    new = min(DEFAULT_GEN_LEN, max(1, positions // 2)) if gen_len is None else gen_len
     numbers = {
         "num-prompts": DEFAULT_NUM_PROMPTS if num_prompts is None else num_prompts,
-        "prompt-len": DEFAULT_PROMPT_LEN if prompt_len is None else prompt_len,
-        "gen-len": DEFAULT_GEN_LEN if gen_len is None else gen_len,
+        "prompt-len": min(DEFAULT_PROMPT_LEN, max(1, positions - new)) if prompt_len is None else prompt_len,
+        "gen-len": new,
     }
     for name, number in numbers.items():
         if number < 1:
             raise UsageError(f"The number given for {name} is {number}; it must be at least 1.")
+        most = MOST_PROMPTS if name == "num-prompts" else MOST_TOKENS
+        if number > most:
+            raise UsageError(f"The number given for {name} is {number}; it must be at most {most}.")
+    check_length(shape, numbers["prompt-len"], numbers["gen-len"])
     group = PromptGroup(length=numbers["prompt-len"], count=numbers["num-prompts"])
     return Workload(prompts=(group,), gen_len=numbers["gen-len"])
 
@@ -82,11 +94,13 @@ def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
     """A plan from a file, for this model on this machine.
 
     Raises:
-        StatedError: the file is no plan, or was made for another model or machine.
+        StatedError: the file is no plan, was made for another model or machine, or does not hold on them.
     """
     plan = read_value(Plan, path, "plan")
     _require_same(path, "model", plan.model, model.shape.name, model.digest)
     _require_same(path, "machine or another profile of it", plan.machine, machine.profile.name, machine.profile.fingerprint())
+    check_plan(model.shape, plan)
+    _require_measured(path, plan, machine.profile)
     return ModelPlan(plan, model, machine.profile)
 
 
@@ -94,6 +108,31 @@ def _require_same(path: Path, what: str, planned: Named, name: str, digest: str)
     if planned.digest != digest:
         made_for, this = f"{planned.name}, digest {planned.digest}", f"{name}, {digest}"
         raise StatedError(f"The plan {path} was made for another {what} ({made_for}; this one is {this}): plan again.")
+
+
+def _require_measured(path: Path, plan: Plan, profile: MachineProfile) -> None:
+    threads, formats = plan.threads["compute"], frozenset(t.format for t in plan.weights.tensors.values())
+    measured = {curve.threads for curve in profile.linear if curve.format in formats}
+    if threads not in measured:
+        raise StatedError(f"The plan {path} has {threads} compute threads, which the machine's profile has not measured: plan again.")
+    if not (plan.predicted.tokens_per_s and plan.predicted.total_s and plan.bound_tokens_per_s > 0):
+        raise StatedError(f"The plan {path} predicts nothing: plan again.")
+
+
+def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
+    """The plan was made with what the machine had then; this is now.
+
+    Raises:
+        InfeasibleError: it needs more memory or cores than this process may use.
+    """
+    needed, usable = peak(shape, plan), memory_of_process()
+    if needed > usable:
+        raise InfeasibleError(
+            f"The plan {path} needs {format_bytes(needed)} of memory, and this process may use {format_bytes(usable)} now: plan again."
+        )
+    threads, cores = plan.threads["compute"], read_limits().cores
+    if threads > cores:
+        raise InfeasibleError(f"The plan {path} has {threads} compute threads, and this process may use {cores} cores now: plan again.")
 
 
 def check_fits(workload: Workload, plan: Plan) -> None:

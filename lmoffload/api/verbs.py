@@ -11,6 +11,7 @@ from lmoffload.api.machine import Machine, machine_of
 from lmoffload.api.model import open_model
 from lmoffload.api.planning import DEFAULT_GEN_LEN, ModelPlan, solve_for, synthetic_workload
 from lmoffload.api.telling import Tell, tell_on_stderr
+from lmoffload.environment import prepare_threads
 from lmoffload.errors import UsageError
 from lmoffload_solver.machine import MachineProfile
 
@@ -55,10 +56,11 @@ def plan(
     )
     opened = open_model(model)
     if prompts is None:
-        workload = synthetic_workload(num_prompts, prompt_len, gen_len)
+        workload = synthetic_workload(opened.shape, num_prompts, prompt_len, gen_len)
     elif num_prompts is not None or prompt_len is not None:
         raise UsageError("Give either the prompts or their number and length, not both.")
     else:
+        prepare_threads()  # the tokenizer loads torch; what is amiss is told by the engine
         from lmoffload.jobs.job import Options, job_of_lines
         from lmoffload.jobs.lines import line_of_prompt
         from lmoffload.jobs.text import Text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +73,7 @@ class Work:
             StatedError: no line of the file can be run.
         """
         if self.input_file is None:
-            return synthetic_workload(self.num_prompts, self.prompt_len, self.gen_len)
+            return synthetic_workload(model.shape, self.num_prompts, self.prompt_len, self.gen_len)
         from lmoffload.jobs.text import Text
 
         return self.job(Text(model.require_checkpoint()), model.shape).workload
@@ -97,5 +97,6 @@ class Work:
             job = job_of_lines([line_of_prompt("1", prompt)], text, shape, options)
             job.require_sound()
             return job
-        group = synthetic_workload(self.num_prompts, self.prompt_len, self.gen_len).prompts[0]
-        return synthetic_job(shape, group.count, group.length, options)
+        workload = synthetic_workload(shape, self.num_prompts, self.prompt_len, self.gen_len)
+        group = workload.prompts[0]
+        return synthetic_job(shape, group.count, group.length, replace(options, gen_len=workload.gen_len))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from lmoffload.api.machine import machine_of
 from lmoffload.api.model import open_model
-from lmoffload.api.planning import ModelPlan, NoPlanError, read_plan, solve_for
+from lmoffload.api.planning import ModelPlan, NoPlanError, read_plan, require_room, solve_for
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.api.work import Work
+from lmoffload.documents import check_place, require_distinct, write_whole
 from lmoffload.errors import StatedError, UsageError
 from lmoffload.report.plan import infeasible_document
 from lmoffload.report.progress import ProgressBar, RunProgress
@@ -50,17 +50,21 @@ def plan_work(
     limits: Limits,
     machine: str | None,
     *,
+    out: Path | None = None,
     as_json: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     tell: Tell = tell_on_stderr,
 ) -> ModelPlan:
-    """The best plan for some work. Where none exists and `as_json` is true, the document that says so is printed first.
+    """The best plan for some work, written to `out`. Where none exists and `as_json` is true, the document that says so is printed first.
 
     Raises:
         NoPlanError: none exists.
         StatedError: the model, the work or the profile cannot be read.
     """
     work.check()
+    if out is not None:
+        check_place(out, "plan")
+        require_distinct([("--out", out)], [("--input", work.input_file), ("--machine", None if machine is None else Path(machine))])
     model = open_model(name)
     workload = work.workload(model)
     on = machine_of(machine, model.path, is_here=False, on_progress=on_progress, tell=tell)
@@ -73,6 +77,8 @@ def plan_work(
         raise
     for remark in planned.plan.remarks:
         tell(remark)
+    if out is not None:
+        write_document(planned.plan, out, "plan")
     return planned
 
 
@@ -89,7 +95,10 @@ def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: Pr
     for remark in checkpoint.remarks:
         tell(remark)
     machine = machine_of(options.machine, checkpoint.path, on_progress=bar.show_profiling, tell=tell)
-    planned = None if options.plan_file is None else read_plan(options.plan_file, model, machine)
+    planned = None
+    if options.plan_file is not None:
+        planned = read_plan(options.plan_file, model, machine)
+        require_room(options.plan_file, planned.plan, model.shape)
     if planned is not None and work.gen_len is None:
         work = replace(work, gen_len=planned.plan.workload.gen_len)
     bar.say("loading the tokenizer")
@@ -109,13 +118,7 @@ def write_document(value: Value, path: Path, what: str) -> None:
     Raises:
         StatedError: the file cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(value.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise StatedError(f"The {what} cannot be written to {path}: {error.strerror}.") from error
+    write_whole(path, value.model_dump_json(indent=2) + "\n", what)
 
 
 def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
@@ -133,7 +136,10 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
     if options.output is not None:
         check_output(options.output, options.restart)
     if options.report_file is not None:
-        check_output(options.report_file, restart=True)
+        check_place(options.report_file, "report")
+    require_distinct(
+        [("--output", options.output), ("--report", options.report_file)], [("--input", work.input_file), ("--plan", options.plan_file)]
+    )
 
 
 def _complete(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lmoffload.checkpoint.assembly import assemble
 from lmoffload.checkpoint.fingerprint import fingerprint_of
+from lmoffload.checkpoint.generation import generation_remarks
 from lmoffload.checkpoint.gguf_file import read_gguf
 from lmoffload.checkpoint.hub import find_model, name_of
 from lmoffload.checkpoint.huggingface import read_folder
@@ -85,5 +86,5 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         fingerprint=fingerprint_of(stored.config, assembly.shape, stored.files),
         files=stored.files,
         sources=assembly.sources,
-        remarks=assembly.remarks,
+        remarks=(*assembly.remarks, *generation_remarks(stored.generation_config, f"generation configuration of the {what}")),
     )

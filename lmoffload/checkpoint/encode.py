@@ -30,7 +30,7 @@ class Digest(Protocol):
 
 def can_hold(tensor: TensorShape, format_name: str) -> bool:
     """Whether a tensor can be kept in a quantized format: a matrix whose rows are whole groups."""
-    return tensor.is_matrix and tensor.shape[-1] % format_of(format_name).block_elements == 0
+    return tensor.can_become(format_name)
 
 
 def encoded(checkpoint: Checkpoint, tensor: TensorShape, format_name: str, digest: Digest) -> Iterator[npt.NDArray[np.uint8]]:

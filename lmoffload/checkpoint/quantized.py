@@ -10,7 +10,6 @@ from lmoffload.checkpoint.checkpoint import Checkpoint
 from lmoffload.checkpoint.manifest import Manifest
 from lmoffload.checkpoint.source import TensorSource
 from lmoffload.checkpoint.store import StoreProgress, prepare_store
-from lmoffload_solver.model import ModelShape
 
 
 def with_formats(
@@ -39,11 +38,9 @@ def with_formats(
     sources = dict(checkpoint.sources)
     for manifest in manifests:
         sources |= _sources(manifest, wanted[manifest.header.format])
-    tensors = tuple(tensor.model_copy(update={"format": sources[tensor.name].format}) for tensor in checkpoint.shape.tensors)
-    fields = {name: getattr(checkpoint.shape, name) for name in ModelShape.model_fields}
     return replace(
         checkpoint,
-        shape=ModelShape(**{**fields, "tensors": tensors}),  # a copy would keep what was computed from the old tensors
+        shape=checkpoint.shape.with_formats({name: source.format for name, source in sources.items()}),
         sources=sources,
         files=(*checkpoint.files, *(manifest.data_path for manifest in manifests)),
     )

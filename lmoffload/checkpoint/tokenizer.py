@@ -21,6 +21,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = checkpoint.path
+    transformers_config(checkpoint)  # the tokenizer's loader reads it too, and its fault would be told as the tokenizer's
     try:
         if checkpoint.is_gguf:
             # What AutoTokenizer ends with too, after it has read the file with gguf.GGUFReader for the model type (4.6 s against 0.4).
@@ -50,5 +51,6 @@ def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The message in one line of bounded length; a first line that only announces the next ones is not all of it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{' '.join(lines if lines[0].endswith(':') else lines[:1]):.300}"

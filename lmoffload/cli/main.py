@@ -17,7 +17,7 @@ from lmoffload.cli.options import Debug, Invocation
 from lmoffload.cli.plan import plan
 from lmoffload.cli.profile import profile
 from lmoffload.cli.run import run
-from lmoffload.environment import prepare_allocator, prepare_threads
+from lmoffload.environment import prepare_allocator, prepare_signals, prepare_streams, prepare_threads
 from lmoffload.errors import StatedError, UsageError, sentence_of
 
 INTERRUPTED = 130
@@ -39,6 +39,8 @@ def build_app() -> typer.Typer:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 a stated error, 2 wrong usage, 3 infeasible, 130 interrupted."""
+    prepare_streams()
+    prepare_signals()
     prepare_threads()
     prepare_allocator()
     invocation = Invocation()

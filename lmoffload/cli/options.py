@@ -38,7 +38,12 @@ PlannedModel = Annotated[
 ]
 Machine = Annotated[
     str | None,
-    typer.Option("--machine", metavar="FILE|NAME", help="A machine's profile: a file, or a name of profiles/. This machine's by default."),
+    typer.Option(
+        "--machine",
+        metavar="FILE|NAME",
+        help="A machine's profile: a file, or the name of one that comes with lmoffload, such as xeon-avx512-2-cores. "
+        "This machine's own by default.",
+    ),
 ]
 Input = Annotated[
     Path | None,
@@ -46,11 +51,11 @@ Input = Annotated[
 ]
 NumPrompts = Annotated[
     int | None,
-    typer.Option("--num-prompts", metavar="N", help="Number of synthetic prompts.", rich_help_panel=WORK),
+    typer.Option("--num-prompts", metavar="N", help="Number of synthetic prompts; 16 by default.", rich_help_panel=WORK),
 ]
 PromptLen = Annotated[
     int | None,
-    typer.Option("--prompt-len", metavar="N", help="Tokens of each synthetic prompt.", rich_help_panel=WORK),
+    typer.Option("--prompt-len", metavar="N", help="Tokens of each synthetic prompt; 256 by default.", rich_help_panel=WORK),
 ]
 GenLen = Annotated[
     int | None,
@@ -71,7 +76,7 @@ WeightsMemory = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", metavar="N", help="Compute threads.", rich_help_panel=LIMITS),
+    typer.Option("--threads", metavar="N", help="Fix the number of compute threads.", rich_help_panel=LIMITS),
 ]
 MicroBatch = Annotated[
     int | None,

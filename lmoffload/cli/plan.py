@@ -47,7 +47,7 @@ def plan(
     """Solve for the best plan for some work with a model."""
     from lmoffload.api.limits import limits_of
     from lmoffload.api.work import Work
-    from lmoffload.api.workflow import plan_work, write_document
+    from lmoffload.api.workflow import plan_work
     from lmoffload.report.plan import plan_tables
     from lmoffload.report.progress import ProgressBar
     from lmoffload.report.tables import show
@@ -62,9 +62,7 @@ def plan(
         solve_time=solve_time,
     )
     with ProgressBar() as bar:
-        planned = plan_work(model, work, limits, machine, as_json=as_json, on_progress=bar.show_profiling)
-    if out is not None:
-        write_document(planned.plan, out, "plan")
+        planned = plan_work(model, work, limits, machine, out=out, as_json=as_json, on_progress=bar.show_profiling)
     if as_json:
         typer.echo(planned.plan.model_dump_json(indent=2))
     else:

@@ -11,11 +11,16 @@ from lmoffload.cli.options import AsJson, Debug
 
 
 def profile(
-    quick: Annotated[bool, typer.Option("--quick", help="Within 60 s instead of within 5 minutes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer measurements: within 60 s instead of within 5 minutes.")] = False,
     disk: Annotated[
         Path | None, typer.Option("--disk", metavar="PATH", help="Measure the disk that holds PATH; the current folder's by default.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the profile here, not to your data directory.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="Write the profile here, not to your data directory (on Linux ~/.local/share/lmoffload)."
+        ),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

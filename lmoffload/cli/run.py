@@ -29,14 +29,17 @@ def run(
     model: Model,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan made before; by default one is made now.")] = None,
     machine: Machine = None,
-    output: Annotated[Path | None, typer.Option("--output", metavar="FILE", help="Write the results here, as JSON lines.")] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Write an output file that exists anew.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="Write the results here, as JSON lines, instead of to standard output."),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Replace the output file if there is one.")] = False,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the prediction and the measurement here.")] = None,
     prompt: Annotated[
         str | None,
         typer.Option("-p", "--prompt", metavar="TEXT", help="One prompt: its completion is all that is printed.", rich_help_panel=WORK),
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap TEXT in the model's chat template.", rich_help_panel=WORK)] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the TEXT of -p in the model's chat template.", rich_help_panel=WORK)] = False,
     input_file: Input = None,
     num_prompts: NumPrompts = None,
     prompt_len: PromptLen = None,
@@ -46,9 +49,20 @@ def run(
     threads: Threads = None,
     micro_batch: MicroBatch = None,
     num_micro_batches: NumMicroBatches = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", metavar="X", help="0 is greedy.", rich_help_panel=SAMPLING)] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature",
+            metavar="X",
+            help="0 is greedy. What is not given follows the model's own generation configuration.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option("--top-p", metavar="X", help="Keep the likeliest, up to this probability.", rich_help_panel=SAMPLING)
+        float | None,
+        typer.Option(
+            "--top-p", metavar="X", help="Keep the likeliest tokens that together have this probability.", rich_help_panel=SAMPLING
+        ),
     ] = None,
     top_k: Annotated[
         int | None, typer.Option("--top-k", metavar="N", help="Keep the N likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)

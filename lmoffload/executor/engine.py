@@ -18,7 +18,7 @@ from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.weights import WeightStore
-from lmoffload.kernels.linear import verify_row_invariance
+from lmoffload.kernels.linear import KERNELS, verify_row_invariance
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
@@ -29,6 +29,7 @@ from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
 from lmoffload_solver.schedule import units_of
+from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import Kind, Resource
 
 if TYPE_CHECKING:
@@ -69,6 +70,9 @@ class Engine:
 
         if plan.model.digest != checkpoint.fingerprint:
             raise StatedError(f"The plan was made for the model {plan.model.name!r}, not for {checkpoint.shape.name!r}: make a new plan.")
+        self._torch_threads = torch.get_num_threads()
+        check_plan(checkpoint.shape, plan)
+        _check_kernels(plan)
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
         process.reset_peak()
         formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
@@ -197,9 +201,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End every thread; the engine cannot be used afterwards."""
+        """End every thread and give torch back its own; the engine cannot be used afterwards."""
         self._reader.close()
         self._pool.close()
+        torch.set_num_threads(self._torch_threads)
 
     def __enter__(self) -> Engine:
         return self
@@ -257,6 +262,12 @@ class Engine:
                 if case not in checked:
                     checked.add(case)
                     verify_row_invariance(kernel, tensor.format, min(tensor.shape[-2], 512), tensor.shape[-1])
+
+
+def _check_kernels(plan: Plan) -> None:
+    for kernel in (plan.kernels.prefill, plan.kernels.decode):
+        if kernel not in KERNELS:
+            raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(KERNELS)}: make a new plan.")
 
 
 def _completion(row: Row) -> Completion:

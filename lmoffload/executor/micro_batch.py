@@ -201,7 +201,8 @@ class MicroBatch:
         """
         assert self.logits is not None
         rows, logits, self.logits = self.active_rows, self.logits, None
-        if not torch.isfinite(logits).all():
+        least, most = torch.aminmax(logits)  # a NaN anywhere shows in both
+        if not (torch.isfinite(least) and torch.isfinite(most)):
             raise StatedError("The model's logits are not finite: its weights or activations overflow in this precision.")
         if self._keep_logits:
             self.kept_logits.append(logits.clone())
@@ -209,9 +210,10 @@ class MicroBatch:
             self._take_scores(logits)
             logits = logits[[end - 1 for _, end in self._packed.segments]] if self._packed else logits
         self.tokens_taken = len(rows)
+        likeliest = logits.argmax(dim=-1).tolist()
         finished = []
-        for row, row_logits in zip(rows, logits, strict=True):
-            token = row.sampler.next_token(row_logits, row.tokens)
+        for row, row_logits, first in zip(rows, logits, likeliest, strict=True):
+            token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
             row.tokens.append(token)
             if token in stop_ids:
                 row.finish_reason = "stop"

@@ -41,6 +41,7 @@ class DiskReader:
 
     def __init__(self, files: Sequence[Path], threads: int) -> None:
         self._files = {path: DirectFile(path) for path in files}
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lmoffload-read")
         self._queue: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -63,6 +64,10 @@ class DiskReader:
             for e in extents
             for at in range(0, e.num_bytes, READ_REQUEST_BYTES)
         ]
+        if self._threads == 1 or len(requests) == 1:  # handing over to another thread costs more than a small read
+            for file, view, offset in requests:
+                file.read_into(view, offset)
+            return
         futures = [self._pool.submit(file.read_into, view, offset) for file, view, offset in requests]
         try:
             for future in futures:

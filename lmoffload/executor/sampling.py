@@ -13,6 +13,9 @@ import torch
 from lmoffload.executor.request import Request, Sampling
 from lmoffload_solver.errors import StatedError
 
+LEAST_TEMPERATURE = 1e-30
+"""Below it the likeliest token has all the probability that fp32 can tell, and logits divided by it would overflow: it is greedy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
@@ -22,6 +25,11 @@ class Sampler:
     """A transformers LogitsProcessorList, or None when greedy without penalties."""
     generator: torch.Generator | None
     """None when greedy."""
+
+    @property
+    def plain(self) -> bool:
+        """The likeliest token, whatever came before."""
+        return self.processors is None and self.generator is None
 
     @staticmethod
     def of(request: Request, defaults: Mapping[str, Any], vocab_size: int) -> Sampler:
@@ -33,7 +41,7 @@ class Sampler:
         wished = request.sampling
         temperature, top_p, top_k = _resolve(wished, defaults)
         penalty = float(defaults.get("repetition_penalty") or 1.0)
-        greedy = temperature == 0
+        greedy = temperature <= LEAST_TEMPERATURE
         processors = _processors(penalty, None if greedy else temperature, top_p, min(top_k, vocab_size))
         generator = None if greedy else _generator(wished.seed, request.id)
         return Sampler(processors if len(processors) else None, generator)

@@ -11,7 +11,7 @@ from lmoffload.executor.request import Request, Sampling
 from lmoffload.jobs.lines import BadLine, JobLine
 from lmoffload.jobs.text import Text
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.workload import Workload
+from lmoffload_solver.workload import Workload, check_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +69,13 @@ def job_of_lines(lines: Sequence[JobLine | BadLine], text: Text, shape: ModelSha
 
 def synthetic_job(shape: ModelShape, num_prompts: int, prompt_len: int, options: Options) -> Job:
     """`num_prompts` prompts of `prompt_len` random tokens, the same for the same seed."""
+    check_length(shape, prompt_len, options.gen_len)
     generator = random.Random(options.sampling.seed or 0)
     requests = []
     for number in range(1, num_prompts + 1):
         ids = tuple(generator.randrange(shape.vocab_size) for _ in range(prompt_len))
-        check_length(shape, prompt_len, options.gen_len)
         requests.append(Request(str(number), ids, options.gen_len, options.sampling, options.stop))
     return Job(tuple(requests))
-
-
-def check_length(shape: ModelShape, prompt_len: int, gen_len: int) -> None:
-    """Raises:
-    StatedError: prompt and completion exceed the positions that the model knows.
-    """
-    if shape.max_positions is not None and prompt_len + gen_len > shape.max_positions:
-        raise StatedError(
-            f"A prompt of {prompt_len} tokens and {gen_len} new ones exceed the {shape.max_positions} positions of {shape.name}; "
-            "shorten the prompt or the completion."
-        )
 
 
 def _request(line: JobLine, line_id: str, text: Text, shape: ModelShape, options: Options) -> Request:

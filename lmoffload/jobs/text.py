@@ -21,9 +21,9 @@ class Text:
         """Tokens of raw text, with the special tokens that the tokenizer adds and exactly one start token where it adds one.
 
         Raises:
-            StatedError: nothing is left to compute, or a token lies outside the model's vocabulary.
+            StatedError: the text has no UTF-8 form, nothing is left to compute, or a token lies outside the model's vocabulary.
         """
-        return self._checked(self._tokenizer(prompt)["input_ids"])
+        return self._checked(self._tokenizer(_sound(prompt))["input_ids"])
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Tokens of a conversation, ready for the model's turn. The template alone decides about the start token, as in transformers.
@@ -38,7 +38,7 @@ class Text:
         except Exception as error:  # a template is a program of the model's author and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise StatedError(f"The chat template of {self._name} refuses the messages: {reason}.") from error
-        return self._checked(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._checked(self._tokenizer(_sound(text), add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of generated tokens, special tokens left out."""
@@ -68,3 +68,11 @@ class Text:
             raise StatedError(f"The tokenizer gives token {max(ids)}, but the model {self._name} has only {self._vocab_size}.")
         return ids
 
+
+def _sound(text: str) -> str:
+    """Arguments that are not valid in the terminal's encoding come as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise StatedError("The prompt is not valid text: it holds bytes or characters that have no UTF-8 form.") from None
+    return text

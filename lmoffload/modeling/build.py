@@ -31,8 +31,9 @@ def build_model(config: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    except ValueError as error:
-        raise StatedError(f"Transformers cannot build a language model of type {config.model_type!r}: {error}") from error
+    except Exception as error:  # whatever a value of the configuration that transformers looks up late makes it raise
+        reason = " ".join((repr(error) if isinstance(error, KeyError) else str(error)).split())
+        raise StatedError(f"Transformers cannot build a language model of type {config.model_type!r}: {reason}") from error
     model.eval()
     model.requires_grad_(False)
     _fill_constant_buffers(model)

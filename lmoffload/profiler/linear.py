@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lmoffload.profiler.curves import curve_of
 from lmoffload.profiler.limits import usable_memory
 from lmoffload.profiler.memory import rotation_bytes
-from lmoffload.profiler.overheads import linear_call_s
+from lmoffload.profiler.overheads import product_s
 from lmoffload.profiler.samples import Sample, repeat
 from lmoffload.profiler.weights import WeightSlab
 from lmoffload_solver.formats import FORMATS
@@ -53,11 +53,11 @@ def linear_curves(
 ) -> tuple[tuple[LinearCurve, ...], tuple[str, ...]]:
     """Curves of every kernel for the given stored formats (all by default), and remarks.
 
-    The hand-over to the pool is taken out of the times: it is `Overheads.linear_call_s`, which costs add for every layer.
+    The hand-over to a pool that is awake, as it is here, is taken out of the times; costs add `Overheads.linear_call_s` for every layer.
     """
     num_bytes, beyond = rotation_bytes()
     slab, rows = WeightSlab(num_bytes), QUICK_ROWS if quick else ROWS
-    call_s = {pool.threads: linear_call_s(pool, budget_s * 0.01) for pool in pools}
+    call_s = {pool.threads: product_s(pool, 16, 16, budget_s * 0.01, 0.0) for pool in pools}
     cases = list(_cases(pools, tuple(FORMATS) if formats is None else formats))
     end = time.perf_counter() + budget_s
     found, cut = [], 0
@@ -75,7 +75,10 @@ def linear_curves(
             "their rates at few rows may be too high."
         )
     if cut:
-        remarks.append(f"{cut} of {len(found)} curves of linear layers end before {rows[-1]} rows: time or memory did not suffice.")
+        remarks.append(
+            f"{cut} of {len(found)} curves of linear layers end before {rows[-1]} rows, for want of time or memory; "
+            "rates are taken to be flat beyond."
+        )
     return tuple(found), tuple(remarks)
 
 

@@ -3,69 +3,99 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmoffload.profiler.curves import least_squares
-from lmoffload.profiler.samples import repeat, summarize
-from lmoffload.profiler.tiny import LINEARS_PER_LAYER, decode_times, write_tiny_checkpoint
+from lmoffload.profiler.samples import repeat, summarize, timed
+from lmoffload.profiler.tiny import LINEARS_PER_LAYER, StepTime, decode_times, write_tiny_checkpoint
 from lmoffload_solver import counting
 from lmoffload_solver.machine import Overheads
 
 if TYPE_CHECKING:
+    from lmoffload.checkpoint import Checkpoint
     from lmoffload.kernels.pool import Pool
 
 FEW_ROWS, MANY_ROWS = 4, 32
 ENGINE_RUNS = 2
+LEAST_CALLS = 20
+PAUSE_S = 150e-6
+"""The caller's own work between two products of a small layer."""
+SMALL_KERNEL = "fused_dot"
+"""The kernel that plans choose where few rows make fixed costs count."""
 ELEMENTWISE_TOKENS = (64, 128, 256, 512)
-HIDDEN, INTERMEDIATE = 576, 1536
+HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS = 576, 1536, 9, 3
 
 
 def measure_overheads(
-    pool: Pool, budget_s: float, random_read_s: float, *, quick: bool, tell: Callable[[str], None] = lambda what: None
+    pools: Sequence[Pool], budget_s: float, random_read_s: float, *, quick: bool, tell: Callable[[str], None] = lambda what: None
 ) -> Overheads:
-    """Every fixed cost; `pool` has the threads of a run."""
-    from lmoffload.checkpoint import open_checkpoint
-    from lmoffload.kernels.linear import kernels_for
+    """Every fixed cost, from a small real model in the real engine: what its layers and steps take beside their products.
 
-    tell("a linear layer's hand-over")
-    call_s = linear_call_s(pool, budget_s * 0.1)
+    A layer's rest with one thread is its fixed cost and seven calls; what the rest grows by with more threads is their waking and sharing,
+    laid on the calls.
+    """
+    from lmoffload.checkpoint import open_checkpoint
+
     tell("norms, rotary embedding, activation and residuals")
     rate = elementwise_bytes_per_s(budget_s * 0.3)
-    tell("a tiny model's layers and steps")
+    tell("a small model's layers and steps")
     steps = 24 if quick else 96
-    kernel = kernels_for("fp32")[0]
     with tempfile.TemporaryDirectory(prefix="lmoffload-profile-") as folder:
-        checkpoint = open_checkpoint(write_tiny_checkpoint(Path(folder)))
-        times = {
-            rows: [decode_times(checkpoint, rows=rows, steps=steps, threads=pool.threads, kernel=kernel) for _ in range(ENGINE_RUNS)]
-            for rows in (FEW_ROWS, MANY_ROWS)
-        }
-    few, many = (summarize([time.rest_s for time in times[rows]]).median_s for rows in (FEW_ROWS, MANY_ROWS))
-    row_s = max(0.0, (many - few) / (MANY_ROWS - FEW_ROWS))
-    layer_s = summarize([time.layer_s for time in times[FEW_ROWS]]).median_s
+        checkpoint = open_checkpoint(write_tiny_checkpoint(Path(folder), HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS))
+        few = {pool.threads: _times(checkpoint, FEW_ROWS, steps, pool.threads) for pool in pools}
+        many = _times(checkpoint, MANY_ROWS, steps, pools[0].threads)
+    tell("a layer's products alone")
+    rests = {pool.threads: few[pool.threads].layer_s - _products_s(pool, budget_s * 0.2 / len(pools)) for pool in pools}
+    call_s = product_s(pools[0], 16, 16, budget_s * 0.05, PAUSE_S)
+    alone, least = rests[pools[0].threads], few[pools[0].threads].rest_s
+    row_s = max(0.0, (many.rest_s - least) / (MANY_ROWS - FEW_ROWS))
     return Overheads(
-        layer_s=max(0.0, layer_s - LINEARS_PER_LAYER * call_s),
-        step_s=max(0.0, few - FEW_ROWS * row_s - call_s),
+        layer_s=max(0.0, alone - LINEARS_PER_LAYER * call_s),
+        step_s=max(0.0, least - FEW_ROWS * row_s - call_s),
         row_s=row_s,
-        linear_call_s=call_s,
+        linear_call_s={threads: call_s + max(0.0, rest - alone) / LINEARS_PER_LAYER for threads, rest in rests.items()},
         elementwise_bytes_per_s=rate,
         random_read_s=random_read_s,
     )
 
 
-def linear_call_s(pool: Pool, budget_s: float) -> float:
-    """Seconds of a linear layer so small that handing it to the pool is all that it costs."""
+def _times(checkpoint: Checkpoint, rows: int, steps: int, threads: int) -> StepTime:
+    """Medians over a few runs of the engine."""
+    runs = [decode_times(checkpoint, rows=rows, steps=steps, threads=threads, kernel=SMALL_KERNEL) for _ in range(ENGINE_RUNS)]
+    return StepTime(summarize([run.layer_s for run in runs]).median_s, summarize([run.rest_s for run in runs]).median_s)
+
+
+def _products_s(pool: Pool, budget_s: float) -> float:
+    """Seconds of the products of one layer of the small model, one after another without a pause, their calls left out."""
+    key = HIDDEN * NUM_KV_HEADS // NUM_HEADS
+    shapes = {(HIDDEN, HIDDEN): 2, (key, HIDDEN): 2, (INTERMEDIATE, HIDDEN): 2, (HIDDEN, INTERMEDIATE): 1}
+    share_s = budget_s / (len(shapes) + 1)
+    call_s = product_s(pool, 16, 16, share_s, 0.0)
+    return sum(count * max(0.0, product_s(pool, n, k, share_s, 0.0) - call_s) for (n, k), count in shapes.items())
+
+
+def product_s(pool: Pool, n: int, k: int, budget_s: float, pause_s: float) -> float:
+    """Median seconds of a linear layer [n, k], fp32 weights in the cache, over four rows, each after a pause with the caller busy."""
     import torch
 
-    from lmoffload.kernels.linear import kernels_for, linear
+    from lmoffload.kernels.linear import linear
     from lmoffload.kernels.matrix import Matrix
 
-    weight = torch.ones(64 * pool.threads, 16).view(torch.uint8).view(-1)
-    matrix, x = Matrix(weight, "fp32", 64 * pool.threads, 16), torch.ones(4, 16)
-    return repeat(partial(linear, x, matrix, kernels_for("fp32")[0], pool), budget_s, at_least=20, at_most=5000).median_s
+    matrix, x = Matrix(torch.ones(n, k).view(torch.uint8).view(-1), "fp32", n, k), torch.ones(4, k)
+    call = partial(linear, x, matrix, SMALL_KERNEL, pool)
+    call()
+    times_s: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(times_s) < LEAST_CALLS or time.perf_counter() < end_s:
+        resume_s = time.perf_counter() + pause_s
+        while time.perf_counter() < resume_s:
+            pass
+        times_s.append(timed(call))
+    return summarize(times_s).median_s
 
 
 def elementwise_bytes_per_s(budget_s: float) -> float:

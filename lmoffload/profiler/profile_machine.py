@@ -105,7 +105,7 @@ def _measure(
     links, link_remarks = link_curves(clock.start("links"), tell)
     linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=formats, tell=tell)
     attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
-    overheads = measure_overheads(pools[-1], clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
+    overheads = measure_overheads(pools, clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
     contention = measure_contention(disk_path, pools[-1], clock.start("contention"), disk_threads(readings.disk), tell)
     slowdown, thread_remarks = _default_threads(pools[-1], clock.start("default threads"))
     steady_remarks = _unsteady_remarks(memory, linear, attention)
@@ -139,15 +139,15 @@ def _default_threads(pool: Pool, budget_s: float) -> tuple[float | None, tuple[s
 
 
 def _unsteady_remarks(memory: Sequence[MemoryRate], linear: Sequence[LinearCurve], attention: Sequence[AttentionCurve]) -> Iterator[str]:
-    """One sentence for each kind of reading with some that vary."""
+    """One sentence for all kinds of reading with some that vary."""
     kinds = {
         "memory bandwidths": [rate.spread > UNSTEADY for rate in memory],
         "curves of linear layers": [curve.flops_per_s.unsteady for curve in linear],
         "curves of attention": [curve.rate.unsteady for curve in attention],
     }
-    for kind, unsteady in kinds.items():
-        if any(unsteady):
-            yield f"{sum(unsteady)} of {len(unsteady)} {kind} are unsteady: something else may be using this machine."
+    varying = [f"{sum(unsteady)} of {len(unsteady)} {kind}" for kind, unsteady in kinds.items() if any(unsteady)]
+    if varying:
+        yield f"Unsteady are {', '.join(varying)}: something else may be using this machine."
 
 
 @contextmanager

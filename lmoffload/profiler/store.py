@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
+from lmoffload.documents import write_whole
+from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.value import parse_value, read_value
@@ -15,9 +16,7 @@ from lmoffload_solver.value import parse_value, read_value
 
 def default_profile_path() -> Path:
     """The file of this machine's own profile."""
-    from platformdirs import user_data_path
-
-    return user_data_path("lmoffload") / "machine.json"
+    return Settings.of_user().data_directory / "machine.json"
 
 
 def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
@@ -29,18 +28,9 @@ def save_profile(profile: MachineProfile, path: Path | None = None) -> Path:
     target = default_profile_path() if path is None else path
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".profile-", suffix=".json", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(profile.model_dump_json(indent=2) + "\n")
-            os.chmod(name, 0o644)
-            os.replace(name, target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
     except OSError as error:
         raise StatedError(f"The profile cannot be written to {target}: {error.strerror or error}.") from error
+    write_whole(target, profile.model_dump_json(indent=2) + "\n", "profile")
     return target
 
 
@@ -54,7 +44,10 @@ def load_profile(source: str | Path | None = None) -> MachineProfile:
         path = default_profile_path()
         if not path.exists():
             raise StatedError("This machine has no profile yet; run `lmoffload profile`.")
-        return read_value(MachineProfile, path, "machine profile")
+        try:
+            return read_value(MachineProfile, path, "machine profile")
+        except StatedError as error:
+            raise StatedError(f"{str(error).rstrip('.')}; run `lmoffload profile` to measure this machine anew.") from error
     text = os.fspath(source)
     if isinstance(source, Path) or text.endswith(".json") or os.sep in text or Path(text).is_file():
         return read_value(MachineProfile, Path(text), "machine profile")

@@ -37,19 +37,19 @@ class StepTime(NamedTuple):
     """Everything outside the layers."""
 
 
-def write_tiny_checkpoint(directory: Path) -> Path:
-    """Save a Llama whose products take next to no time: 4 layers, hidden size 64, 128 tokens, fp32."""
+def write_tiny_checkpoint(directory: Path, hidden: int = 64, intermediate: int = 64, num_heads: int = 4, num_kv_heads: int = 2) -> Path:
+    """Save a random Llama of 4 layers and 128 tokens, fp32. As it is, its products take next to no time."""
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=128,
-        hidden_size=64,
-        intermediate_size=64,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
         max_position_embeddings=512,
         bos_token_id=None,
         eos_token_id=None,

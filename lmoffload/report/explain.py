@@ -11,6 +11,19 @@ from lmoffload.units import format_bytes, format_seconds, format_share
 from lmoffload_solver.explain import Alternative, Explanation
 from lmoffload_solver.plan import Plan
 
+_PARTS = {
+    "base": "the process itself",
+    "objects": "modules and tokenizer",
+    "vectors": "norms and biases",
+    "kv": "keys and values",
+    "tiles": "scratch of the kernels",
+    "weights": "matrices kept in memory",
+    "ring": "buffers that disk reads fill",
+    "suspended": "micro-batches between layers",
+    "transient": "activations of one layer or the head",
+}
+"""What docs/model.md calls the parts of the memory, in words."""
+
 
 def explain_tables(plan: Plan, explanation: Explanation) -> Iterator[RenderableType]:
     """Time, bounds, memory, alternatives."""
@@ -36,7 +49,8 @@ def _bounds(explanation: Explanation) -> Iterator[tuple[str, str]]:
 
 
 def _memory(explanation: Explanation) -> Iterator[tuple[str, str]]:
-    yield from ((part, format_bytes(size)) for part, size in explanation.memory_parts.items())
+    for part, size in explanation.memory_parts.items():
+        yield f"{part}: {_PARTS[part]}" if part in _PARTS else part, format_bytes(size)
     yield "in all", format_bytes(sum(explanation.memory_parts.values()))
     yield "usable", format_bytes(explanation.memory_usable_bytes)
 

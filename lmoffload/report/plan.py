@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from lmoffload.report.tables import facts
-from lmoffload.units import format_bytes, format_seconds
+from lmoffload.units import format_bytes, format_number, format_seconds
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.outcome import Infeasible
 from lmoffload_solver.plan import Named, Plan
@@ -38,14 +38,18 @@ def infeasible_document(outcome: Infeasible, model: Named, machine: MachineProfi
 
 def work_of(workload: Workload) -> str:
     """A workload in words."""
-    groups = ", ".join(f"{g.count} of {g.length} tokens" for g in workload.prompts[:4])
-    more = f" and {len(workload.prompts) - 4} more lengths" if len(workload.prompts) > 4 else ""
-    return f"{workload.num_prompts} prompts ({groups}{more}), {workload.gen_len} new tokens each"
+    prompts = format_number(workload.num_prompts, "prompt")
+    if len(workload.prompts) == 1:
+        lengths = format_number(workload.prompts[0].length, "token") + (" each" if workload.num_prompts > 1 else "")
+    else:
+        sizes = [group.length for group in workload.prompts]
+        lengths = f"{min(sizes)} to {max(sizes)} tokens"
+    return f"{prompts} ({lengths}), {format_number(workload.gen_len, 'new token')}" + (" each" if workload.num_prompts > 1 else "")
 
 
 def _decisions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "work", work_of(plan.workload)
-    yield "block", f"{plan.num_micro_batches} micro-batches of {plan.micro_batch} prompts"
+    yield "block", f"{format_number(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {format_number(plan.micro_batch, 'prompt')}"
     yield "weights", ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in plan.weights.bytes.items() if size)
     formats = sorted(set(plan.weights.format.values()))
     yield "stored as", ", ".join(formats)
@@ -53,7 +57,8 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "attention", f"prefill on {plan.attention.prefill}, decode on {plan.attention.decode}"
     yield "kernels", f"prefill {plan.kernels.prefill}, decode {plan.kernels.decode}"
     yield "threads", ", ".join(f"{count} {task}" for task, count in plan.threads.items())
-    yield "read ahead", f"{plan.prefetch_depth} layers"
+    if plan.weights.bytes.get("disk"):
+        yield "read ahead", format_number(plan.prefetch_depth, *(("layer",) if plan.stream == "layer" else ("matrix", "matrices")))
 
 
 def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -68,8 +73,9 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
         base = f", of it {format_bytes(predicted.base_bytes)} the process itself" if tier == "host" else ""
         yield f"peak on {tier}", format_bytes(size) + base
     yield "binds", plan.binding
-    search = f"{plan.status}, {plan.programs_solved} programs in {format_seconds(plan.solve_s)}"
-    yield "bound", f"{plan.bound_tokens_per_s:.2f} tokens/s; gap {plan.gap:.1%} ({search})"
+    yield "no plan exceeds", f"{plan.bound_tokens_per_s:.2f} tokens/s (gap {plan.gap:.1%})"
+    programs = format_number(plan.programs_solved, "linear program")
+    yield "search", f"{plan.status}, {programs} in {format_seconds(plan.solve_s)}"
     for price in plan.shadow_prices:
         yield f"one {price.unit} more of {price.resource.replace('_', ' ')}", f"{price.gain_tokens_per_s:+.3f} tokens/s"
     for looser in plan.looser_quality:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 from rich.console import RenderableType
-from rich.table import Table
 
+from lmoffload.profiler.samples import UNSTEADY
 from lmoffload.report.tables import facts, grid
-from lmoffload.units import format_bytes, format_rate, format_seconds
+from lmoffload.units import format_bytes, format_number, format_rate, format_seconds
 from lmoffload_solver.machine import Curve, Disk, LinearCurve, MachineProfile
 
 SHOWN_ROWS = (4, 16, 64, 256, 1024)
@@ -20,8 +21,7 @@ def profile_tables(machine: MachineProfile) -> Iterator[RenderableType]:
     yield _machine(machine)
     for disk in machine.disks:
         yield _disk(disk)
-    if machine.linear:
-        yield _linear(machine.linear)
+    yield from _linear(machine.linear)
     if machine.attention:
         yield grid(
             "Attention",
@@ -40,10 +40,11 @@ def profile_tables(machine: MachineProfile) -> Iterator[RenderableType]:
                 for at in machine.links
             ),
         )
+    yield "A question mark: an unsteady reading, which varied by more than a quarter."
     yield from (f"[yellow]{remark}[/yellow]" for remark in machine.remarks)
 
 
-def _machine(machine: MachineProfile) -> Table:
+def _machine(machine: MachineProfile) -> RenderableType:
     host, overheads = machine.host, machine.overheads
     rows = [("profile", f"{machine.name}, {machine.provenance}")]
     rows += [(f"processor ({p.tier})", f"{p.name}, {p.cores} cores, {' '.join(p.instruction_sets)}") for p in machine.processors]
@@ -53,11 +54,17 @@ def _machine(machine: MachineProfile) -> Table:
         ("cores", f"{host.cores} ({host.cores_limited_by})"),
         ("last-level cache", format_bytes(host.last_level_cache_bytes)),
     ]
-    rows += [(f"{rate.tier} memory read, {rate.threads} threads", _rate(rate.bytes_per_s, "B", rate.spread)) for rate in machine.memory]
     rows += [
+        *(
+            (f"{rate.tier} memory read, {format_number(rate.threads, 'thread')}", _rate(rate.bytes_per_s, "B", rate.spread))
+            for rate in machine.memory
+        ),
         ("a layer's fixed cost", format_seconds(overheads.layer_s)),
         ("a step's fixed cost", format_seconds(overheads.step_s)),
-        ("one call of the pool", format_seconds(overheads.linear_call_s)),
+        *(
+            (f"handing on a product, {format_number(threads, 'thread')}", format_seconds(cost))
+            for threads, cost in overheads.linear_call_s.items()
+        ),
         ("the process itself", format_bytes(machine.base_bytes)),
     ]
     if machine.default_threads_slowdown is not None:
@@ -65,7 +72,7 @@ def _machine(machine: MachineProfile) -> Table:
     return facts("Machine", rows)
 
 
-def _disk(disk: Disk) -> Table:
+def _disk(disk: Disk) -> RenderableType:
     direct = "direct" if disk.direct else "through the page cache"
     checked = "" if disk.cache_excluded else ", page cache not excluded: unsure"
     title = f"Disk {disk.file_system} ({disk.device}, {format_bytes(disk.free_bytes)} free, {direct}{checked})"
@@ -80,43 +87,50 @@ def _disk(disk: Disk) -> Table:
     )
 
 
-def _linear(curves: tuple[LinearCurve, ...]) -> Table:
+def _linear(curves: tuple[LinearCurve, ...]) -> Iterator[RenderableType]:
     """Of each kernel and format, the curve of the largest layer with the most threads; the others are in the file."""
-    shown: dict[tuple[str, str], LinearCurve] = {}
+    chosen: dict[tuple[str, str], LinearCurve] = {}
     for curve in sorted(curves, key=lambda c: (c.threads, c.n * c.k)):
-        shown[curve.kernel, curve.format] = curve
-    return grid(
-        "Linear layers",
-        ("kernel", "weights", "threads", "N x K", *(f"M = {m}" for m in SHOWN_ROWS)),
-        (
+        chosen[curve.kernel, curve.format] = curve
+    for (n, k, threads), alike in groupby(sorted(chosen.values(), key=_case), key=_case):
+        yield grid(
+            f"Linear layers of {n} x {k} with {format_number(threads, 'thread')}, GFLOP/s for M rows",
+            ("kernel", "weights", *(f"M = {m}" for m in SHOWN_ROWS)),
             (
-                curve.kernel,
-                curve.format + ("" if curve.beyond_cache else " (in cache)"),
-                str(curve.threads),
-                f"{curve.n} x {curve.k}",
-                *(_at(curve.flops_per_s, m) for m in SHOWN_ROWS),
-            )
-            for curve in shown.values()
-        ),
-    )
+                (
+                    curve.kernel,
+                    curve.format + ("" if curve.beyond_cache else " (in cache)"),
+                    *(_at(curve.flops_per_s, m) for m in SHOWN_ROWS),
+                )
+                for curve in alike
+            ),
+        )
+
+
+def _case(curve: LinearCurve) -> tuple[int, int, int]:
+    return curve.n, curve.k, curve.threads
 
 
 def _at(curve: Curve, m: int) -> str:
-    """The rate where M is nearest, or a dash where nothing near was measured."""
+    """GFLOP/s where M is nearest, or a dash where nothing near was measured."""
     index = min(range(len(curve.x)), key=lambda i: abs(curve.x[i] - m))
     if not 0.5 <= curve.x[index] / m <= 2:
         return "-"
-    return _rate(curve.y[index], "FLOP", curve.spread[index])
+    return f"{curve.y[index] / 1e9:.1f}" + _mark(curve.spread[index] > UNSTEADY)
 
 
 def _range(curve: Curve, unit: str) -> tuple[str, str]:
     least, most = (curve.y.index(f(curve.y)) for f in (min, max))
-    mark = " ?" if curve.unsteady else ""
+    mark = _mark(curve.unsteady)
     return format_rate(curve.y[least], unit) + mark, format_rate(curve.y[most], unit) + mark
 
 
 def _rate(rate: float, unit: str, spread: float) -> str:
-    return format_rate(rate, unit) + (" ?" if spread > 0.25 else "")
+    return format_rate(rate, unit) + _mark(spread > UNSTEADY)
+
+
+def _mark(unsteady: bool) -> str:
+    return " ?" if unsteady else ""
 
 
 def _best_x(curve: Curve) -> float:

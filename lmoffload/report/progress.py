@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lmoffload.profiler.progress import Progress as Profiling
-from lmoffload.units import format_seconds
+from lmoffload.units import format_remaining
 
 LINE_EVERY_S = 15.0
 """Where standard error is no terminal, a line this often."""
@@ -28,7 +28,7 @@ class ProgressBar:
 
     def show(self, what: str, share: float, remaining_s: float) -> None:
         """`share` of the work is done, and `remaining_s` seconds are left."""
-        left = f"{format_seconds(remaining_s)} left"
+        left = f"{format_remaining(remaining_s)} left"
         if sys.stderr.isatty():
             self._bar.update(self._task, description=what, completed=min(share, 1.0), end=left)
         elif time.monotonic() >= self._next_line_s:

@@ -46,6 +46,7 @@ def run_line(report: RunReport) -> str:
 
 
 def _rows(report: RunReport) -> Iterator[tuple[str, str, str, str]]:
+    yield "tokens generated", *_pair(report, lambda figures: figures.tokens_per_s * figures.total_s, lambda tokens: str(round(tokens)))
     for field, name, form in _FIELDS:
         yield name, form(getattr(report.predicted, field)), form(getattr(report.measured, field)), _error(report.error.get(field))
     for resource in sorted({*report.predicted.resources, *report.measured.resources}):

@@ -144,7 +144,8 @@ class JobCosts:
         for step in self.steps[:1] if phase == "prefill" else self.steps[1:]:
             sums = self._attention[step.step]
             with_attention = tuple(one + float(s[block.end_row] - s[block.first_row]) for one, s in zip(layers, sums, strict=True))
-            found.append(StepSeconds(with_attention, linears, head, overheads.linear_call_s * len(starts), around, lookup))
+            piece = overheads.call_s(self.costs.compute_threads) * len(starts)
+            found.append(StepSeconds(with_attention, linears, head, piece, around, lookup))
         return tuple(found)
 
     def part_seconds(self, layer: int, seconds: StepSeconds, computes: Sequence[int], begins: bool) -> float:

@@ -218,7 +218,7 @@ class MachineCosts:
 
     def linear_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> list[Array]:
         """Seconds of each linear layer of a decoder layer, its hand-over to the pool included."""
-        call = self.machine.overheads.linear_call_s
+        call = self.machine.overheads.call_s(self.compute_threads)
         return [call + self.linear.seconds(kernel, *matrix, tokens) for matrix in kind.matrices]
 
     def rest_seconds(self, kind: LayerKind, tokens: Array) -> Array:

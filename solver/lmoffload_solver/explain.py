@@ -121,10 +121,10 @@ def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candi
     if candidate.block_rows < num_prompts:
         yield "twice the micro-batches", replace(candidate, num_micro_batches=2 * candidate.num_micro_batches)
     if candidate.prefetch_depth:
-        yield "no prefetch", replace(candidate, prefetch_depth=0)
+        yield "no reading ahead", replace(candidate, prefetch_depth=0)
     other: Stream = "matrix" if candidate.stream == "layer" else "layer"
     yield f"streamed by {other}", replace(candidate, stream=other)
-    yield "prefetch one deeper", replace(candidate, prefetch_depth=candidate.prefetch_depth + 1)
+    yield "read one further ahead", replace(candidate, prefetch_depth=candidate.prefetch_depth + 1)
 
 
 def _priced(evaluator: Evaluator, change: str, candidate: Candidate, tokens: int) -> Alternative:

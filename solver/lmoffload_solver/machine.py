@@ -122,12 +122,16 @@ class Overheads(Value):
     """Per micro-batch and step, outside the layers (embedding lookup, norm, head's own overhead, sampling)."""
     row_s: float = Field(ge=0)
     """Per sequence and step: sampling, stop checks, bookkeeping."""
-    linear_call_s: float = Field(ge=0)
-    """Handing one linear layer to the pool of compute threads."""
+    linear_call_s: dict[int, float] = Field(min_length=1)
+    """Handing one linear layer to the pool, by its number of threads: waking threads that slept since the layer before is part of it."""
     elementwise_bytes_per_s: float = Field(gt=0)
     """Rate at which `counting.elementwise_bytes` of a layer are worked off (norms, rotary embedding, activation, residuals)."""
     random_read_s: float = Field(ge=0)
     """One direct 4 KiB read of a table row on disk."""
+
+    def call_s(self, threads: int) -> float:
+        """Handing one linear layer to a pool of `threads`: as measured with the nearest number, the larger of two equally near."""
+        return self.linear_call_s[min(self.linear_call_s, key=lambda measured: (abs(measured - threads), -measured))]
 
 
 class Contention(Value):

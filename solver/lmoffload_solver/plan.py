@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from lmoffload_solver.value import Goal, Quality, Resource, TaskClass, TensorClass, Tier, Value
-from lmoffload_solver.workload import Limits, Workload
+from lmoffload_solver.workload import MOST_PROMPTS, Limits, Workload
+
+MOST_THREADS, MOST_PREFETCH_DEPTH = 4096, 4096
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
 
 
 class Named(Value):
@@ -36,7 +40,7 @@ class TensorPlan(Value):
 
 class WeightsPlan(Value):
     format: dict[TensorClass, str]
-    bytes: dict[Tier, int]
+    bytes: dict[Tier, Bytes]
     tensors: dict[str, TensorPlan]
 
 
@@ -47,7 +51,7 @@ class KVFormat(Value):
 
 class KVPlan(Value):
     format: KVFormat
-    bytes: dict[Tier, int]
+    bytes: dict[Tier, Bytes]
     homes: tuple[tuple[int, int, Tier], ...]
     """(layer, micro-batch, tier)."""
 
@@ -66,17 +70,17 @@ class KernelsPlan(Value):
 class Predicted(Value):
     """Times of the whole job, but `step_s`: one decode step of a full block (mean over its steps)."""
 
-    prefill_s: float
-    decode_s: float
-    total_s: float
-    tokens_per_s: float
-    decode_tokens_per_s: float
-    step_s: float
-    resources: dict[Resource, float]
+    prefill_s: Seconds
+    decode_s: Seconds
+    total_s: Seconds
+    tokens_per_s: float = Field(ge=0)
+    decode_tokens_per_s: float = Field(ge=0)
+    step_s: Seconds
+    resources: dict[Resource, Seconds]
     """Busy seconds of each resource."""
-    peak_bytes: dict[Tier, int]
+    peak_bytes: dict[Tier, Bytes]
     """Includes `base_bytes`."""
-    base_bytes: int
+    base_bytes: Bytes
 
 
 class PolicyFigures(Value):
@@ -115,15 +119,15 @@ class Plan(Value):
     status: Literal["optimal", "time_limit"]
     bound_tokens_per_s: float
     gap: float
-    micro_batch: int = Field(gt=0)
-    num_micro_batches: int = Field(gt=0)
+    micro_batch: int = Field(gt=0, le=MOST_PROMPTS)
+    num_micro_batches: int = Field(gt=0, le=MOST_PROMPTS)
     attention: AttentionPlace
     weights: WeightsPlan
     kv: KVPlan
     hidden: HiddenPlan
     kernels: KernelsPlan
-    threads: dict[TaskClass, int]
-    prefetch_depth: int = Field(ge=0)
+    threads: dict[TaskClass, Annotated[int, Field(gt=0, le=MOST_THREADS)]]
+    prefetch_depth: int = Field(ge=0, le=MOST_PREFETCH_DEPTH)
     """Units read ahead of the one computed; the ring has prefetch_depth + 1 buffers."""
     stream: Literal["layer", "matrix"] = "layer"
     """What streams at once: all streamed matrices of a layer, or each alone: smaller buffers, more switches."""

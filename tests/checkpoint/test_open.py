@@ -170,3 +170,33 @@ def test_generation_config_is_read(tmp_path: Path) -> None:
 def test_tiny_models_have_the_vocabulary_they_say(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama", tmp_path / "a"))
     assert checkpoint.read_array("model.embed_tokens.weight").view(np.float32).size == VOCAB_SIZE * checkpoint.shape.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"eos_token_id": [[1]]}, "eos_token_id"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": "x"}, "repetition_penalty"),
+        ({"do_sample": True, "temperature": "hot"}, "temperature"),
+        ({"do_sample": True, "temperature": float("nan")}, "temperature"),
+        ({"do_sample": True, "top_p": 2}, "top_p"),
+        ({"do_sample": True, "top_k": 1.5}, "top_k"),
+    ],
+)
+def test_generation_settings_without_meaning_are_named(tmp_path: Path, fields: dict[str, object], name: str) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "m", num_layers=1)
+    (folder / "generation_config.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(StatedError, match=f"generation configuration of .* is not valid: {name} "):
+        open_checkpoint(folder)
+
+
+def test_generation_settings_that_are_not_applied_are_told(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "m", num_layers=1)
+    applied = {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2], "num_beams": 1, "min_p": 0.0, "bad_words_ids": None}
+    (folder / "generation_config.json").write_text(json.dumps(applied), encoding="utf-8")
+    assert open_checkpoint(folder).remarks == ()
+    (folder / "generation_config.json").write_text(json.dumps({"num_beams": 4, "suppress_tokens": [3]}), encoding="utf-8")
+    (remark,) = open_checkpoint(folder).remarks
+    assert "num_beams, suppress_tokens, which lmoffload does not apply" in remark

@@ -66,7 +66,7 @@ def machine(name: str = "by-hand", file_system: str = "/", cores: int = 2, memor
             for n in THREADS
         ),
         overheads=Overheads(
-            layer_s=4e-4, step_s=1e-3, row_s=1e-4, linear_call_s=3e-5, elementwise_bytes_per_s=5e9, random_read_s=1e-4
+            layer_s=4e-4, step_s=1e-3, row_s=1e-4, linear_call_s={1: 3e-5}, elementwise_bytes_per_s=5e9, random_read_s=1e-4
         ),
         base_bytes=400 * 2**20,
     )  # fmt: skip

@@ -81,6 +81,12 @@ def test_infeasible(call: Call, profiled: Path, model: Path) -> None:
         (["plan", "nowhere"], 1, "no model at nowhere"),
         (["plan", "shape:opt-30b", "--num-prompts", "0"], 2, "num-prompts is 0"),
         (["plan", "shape:opt-30b", "--gen-len", "0"], 2, "gen-len is 0"),
+        (["plan", "shape:opt-30b", "--gen-len", str(10**30)], 2, "at most 1000000000"),
+        (["plan", "shape:opt-30b", "--num-prompts", str(10**9)], 2, "at most 1000000"),
+        (["plan", "shape:opt-30b", "--prompt-len", "2048", "--gen-len", "1"], 1, "2048 positions"),
+        (["plan", "shape:opt-30b", "--out", "."], 1, "is a folder"),
+        (["plan", "shape:opt-30b", "--out", "no/such/plan.json"], 1, "does not exist"),
+        (["profile", "--out", "."], 1, "is a folder"),
         (["plan", "shape:opt-30b", "--host-memory", "64000MiBGiB"], 2, "is not a size"),
         (["plan", "shape:opt-30b", "--weights-memory", "140%"], 2, "not a percentage"),
         (["plan", "shape:opt-30b", "--threads", "0"], 2, "threads is 0"),
@@ -150,3 +156,9 @@ def test_damaged_checkpoints(call: Call, profiled: Path, tmp_path: Path) -> None
 def _header_bytes(model: Path) -> int:
     (file,) = model.glob("*.safetensors")
     return 8 + int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def test_common_lengths_are_cut_to_the_models_positions(call: Call, profiled: Path, model: Path) -> None:
+    planned = json.loads(call("plan", model, "--json").out)
+    assert planned["workload"]["prompts"] == [{"length": 192, "count": 16}], "256 positions, of which 64 for new tokens"
+    assert planned["workload"]["gen_len"] == 64

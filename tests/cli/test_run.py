@@ -177,12 +177,18 @@ def test_a_plan_made_before_is_run(call: Call, profiled: Path, model: Path, tmp_
         (["-p", "a", "--temperature", "-1"], 2, "temperature is -1"),
         (["-p", "a", "--top-p", "2"], 2, "top-p is 2"),
         (["-p", "a", "--report", "no/such/folder.json"], 1, "does not exist"),
+        (["--input", "job.jsonl", "--output", "job.jsonl", "--restart"], 2, "--input and --output name job.jsonl"),
+        (["--input", "job.jsonl", "--report", "./job.jsonl"], 2, "--input and --report"),
+        (["-p", "a\udcff"], 1, "not valid text"),
+        (["-p", "a\udcff", "--chat"], 1, "not valid text"),
+        (["--num-prompts", "1000001"], 2, "at most 1000000"),
         (["--input", "absent.jsonl"], 1, "absent.jsonl cannot be read"),
         (["-p", "a", "--weights-memory", "0%"], 3, "--weights-memory"),
         (["-p", "a", "--gen-len", "999"], 1, "256 positions"),
     ],
 )
 def test_wrong_values_are_one_sentence(call: Call, profiled: Path, model: Path, arguments: list[str], code: int, word: str) -> None:
+    _job({"prompt": "a"})
     before = files_below(profiled.parent)
     shown = call("run", model, *arguments)
     assert (shown.code, shown.out) == (code, "")
@@ -191,14 +197,15 @@ def test_wrong_values_are_one_sentence(call: Call, profiled: Path, model: Path, 
     assert files_below(profiled.parent) == before
 
 
-def test_interrupted_runs_keep_what_is_finished(profiled: Path, model: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_runs_keep_what_is_finished(profiled: Path, model: Path, how: signal.Signals) -> None:
     command = [sys.executable, "-m", "lmoffload", "run", str(model), "--num-prompts", "500", "--prompt-len", "20", "--gen-len", "20"]
     batches = ["--micro-batch", "1", "--num-micro-batches", "1", "--output", "out.jsonl"]
     with subprocess.Popen([*command, *batches], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         output = Path("out.jsonl")
         while process.poll() is None and (not output.exists() or not output.read_text(encoding="utf-8").count("\n")):
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in err

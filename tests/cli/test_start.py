@@ -104,3 +104,15 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = f"{sys.executable!r} -m lmoffload inspect shape:llama-2-70b --json"
     done = subprocess.run(["bash", "-c", f"{command} | head -c 10"], capture_output=True, text=True, env=os.environ, check=True)
     assert "Traceback" not in done.stderr
+
+
+def test_closed_streams(home: Path) -> None:
+    """A result that nobody can receive is an error in one sentence; remarks that nobody can receive are none."""
+    save_profile(machine(memory_bytes=2**40), Path("big.json"))
+    command = f"{sys.executable} -m lmoffload plan shape:opt-1.3b --machine big.json --json"
+    lost = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, text=True, check=False)
+    assert (lost.returncode, len(lost.stderr.splitlines())) == (1, 1), lost.stderr
+    assert "Bad file descriptor" in lost.stderr
+    silent = subprocess.run(["sh", "-c", f"{command} <&- 2>&-"], stdout=subprocess.PIPE, text=True, check=False)
+    assert silent.returncode == 0
+    assert json.loads(silent.stdout)["status"] == "optimal"

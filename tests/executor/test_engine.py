@@ -79,6 +79,15 @@ def test_the_request_wins_over_the_models_own_generation_settings(tiny):
             sampler(wrong)
 
 
+def test_a_temperature_that_logits_cannot_be_divided_by_is_greedy(tiny):
+    checkpoint = tiny("llama")
+    prompt = tuple(range(5, 15))
+    temperatures = (0.0, 1e-320, 1e-100, 1e-29, 1e-12)
+    with Engine(checkpoint, plan_of(checkpoint)) as engine:
+        done = engine.generate([Request("a", prompt, 6, Sampling(temperature=t, seed=3)) for t in temperatures])
+    assert len({completion.token_ids for completion in done}) == 1
+
+
 def test_requests_that_cannot_be_run_fail_alone(tiny):
     checkpoint = tiny("llama")
     with Engine(checkpoint, plan_of(checkpoint)) as engine:
@@ -130,3 +139,15 @@ def test_meter_counts_what_was_run(tiny):
     for earlier, later in zip(meter.spans, meter.spans[1:], strict=False):
         if earlier.task.resource == later.task.resource:
             assert earlier.begin_s <= earlier.end_s <= later.end_s
+
+
+def test_torch_has_its_threads_back_after_a_run(tiny):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        checkpoint = tiny("llama")
+        with Engine(checkpoint, plan_of(checkpoint)) as engine:
+            engine.generate([Request("a", (5, 6, 7), 3)])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -57,3 +58,16 @@ def test_unknown_attributes_are_refused() -> None:
     assert sorted(dir(lmoffload)) == ["Engine", "__version__", "plan", "profile"]
     with pytest.raises(AttributeError, match="no attribute 'solve'"):
         _ = lmoffload.solve
+
+
+def test_planning_for_prompts_sets_the_policy_before_the_tokenizer_loads_torch() -> None:
+    code = (
+        "import sys, lmoffload\n"
+        "from lmoffload.checkpoint import make_dummy\n"
+        "model = make_dummy('smollm2-135m', sys.argv[1], layers=1)\n"
+        "lmoffload.plan(model, prompts=['The sea is'], gen_len=2, machine='xeon-avx512-2-cores')\n"
+        "from lmoffload.environment import thread_remarks\n"
+        "print(thread_remarks(), 'torch' in sys.modules)"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        assert _run(code.replace("sys.argv[1]", repr(f"{folder}/model"))) == "() True"

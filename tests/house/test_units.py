@@ -10,7 +10,9 @@ from lmoffload.errors import UsageError
 from lmoffload.units import (
     format_bytes,
     format_count,
+    format_number,
     format_rate,
+    format_remaining,
     format_seconds,
     format_share,
     parse_duration,
@@ -116,6 +118,11 @@ def test_formats() -> None:
     assert format_rate(145e9, "FLOP") == "145 GFLOP/s"
     assert format_count(134_515_008) == "135 M"
     assert format_share(0.031) == "+3.1 %"
+    assert format_share(-0.0001) == "+0.0 %"
+    assert format_seconds(1e-13) == "0 s"
+    assert [format_remaining(s) for s in (-1, 0.987, 3.7, 200)] == ["0 s", "1 s", "4 s", "3 min 20 s"]
+    assert [format_number(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
+    assert format_number(2, "micro-batch", "micro-batches") == "2 micro-batches"
     assert [format_seconds(s) for s in (0, 85e-6, 0.0123, 4.1, 99.6, 200, 7500)] == [
         "0 s", "85.0 µs", "12.3 ms", "4.10 s", "1 min 40 s", "3 min 20 s", "2 h 05 min",
     ]  # fmt: skip

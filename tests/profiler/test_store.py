@@ -28,7 +28,7 @@ def a_profile() -> MachineProfile:
         disks=(Disk(file_system="/", device="toy", read=(), direct=True, cache_excluded=True, free_bytes=0),),
         linear=(),
         attention=(),
-        overheads=Overheads(layer_s=0, step_s=0, row_s=0, linear_call_s=0, elementwise_bytes_per_s=1, random_read_s=0),
+        overheads=Overheads(layer_s=0, step_s=0, row_s=0, linear_call_s={1: 0}, elementwise_bytes_per_s=1, random_read_s=0),
         base_bytes=1,
     )
 
@@ -90,3 +90,10 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StatedError, match="cannot be written"):
         store.save_profile(a_profile(), tmp_path / "file" / "m.json")
+
+
+def test_an_invalid_profile_of_this_machine_says_how_to_make_it_anew() -> None:
+    path = store.save_profile(a_profile())
+    path.write_text("{}")
+    with pytest.raises(StatedError, match="run `lmoffload profile` to measure this machine anew"):
+        store.load_profile()

@@ -36,7 +36,7 @@ def test_alternatives_are_no_better() -> None:
     best = outcome.plan.predicted.tokens_per_s
     priced = {alternative.change: alternative.tokens_per_s for alternative in told.alternatives}
     assert "half the micro-batch" in priced
-    assert "no prefetch" in priced
+    assert "no reading ahead" in priced
     assert all(rate is None or rate <= best * (1 + 1e-9) for rate in priced.values())
 
 

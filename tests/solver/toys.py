@@ -73,7 +73,7 @@ def make_machine(
         linear=tuple(linear),
         attention=tuple(attention),
         overheads=overheads
-        or Overheads(layer_s=1e-4, step_s=2e-4, row_s=1e-5, linear_call_s=1e-5, elementwise_bytes_per_s=2e9, random_read_s=1e-4),
+        or Overheads(layer_s=1e-4, step_s=2e-4, row_s=1e-5, linear_call_s={1: 1e-5}, elementwise_bytes_per_s=2e9, random_read_s=1e-4),
         contention=contention,
         base_bytes=base_bytes,
     )

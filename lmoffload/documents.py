@@ -1,0 +1,70 @@
+"""Files that people ask for: their places are checked before anything is computed, and documents are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from lmoffload.errors import StatedError, UsageError
+
+
+def check_place(path: Path, what: str) -> None:
+    """Refuse a place that a file cannot be written to. Writes nothing.
+
+    Raises:
+        StatedError: it is a folder, its folder does not exist, or the user may not write there.
+    """
+    if path.is_dir():
+        raise StatedError(f"The {what} {path} is a folder; name a file.")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise StatedError(f"The folder of the {what} {path} does not exist.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise StatedError(f"The {what} {path} cannot be written: its place is read-only for you.")
+
+
+def require_distinct(written: Iterable[tuple[str, Path | None]], read: Iterable[tuple[str, Path | None]]) -> None:
+    """Refuse to write one file twice, or over a file that is read: nothing of the user's is lost by a slip.
+
+    Args:
+        written, read: options and the files given for them, None where not given.
+
+    Raises:
+        UsageError: two options name one file.
+    """
+    seen = {path.resolve(): option for option, path in read if path is not None}
+    for option, path in written:
+        if path is None or (path.exists() and not path.is_file()):
+            continue  # a terminal or /dev/null may be named twice
+        other = seen.setdefault(path.resolve(), option)
+        if other != option:
+            raise UsageError(f"Both {other} and {option} name {path}; give each a file of its own.")
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write a file, whole or not at all; a link is followed, and what is no regular file (a pipe, /dev/stdout) is written to in place.
+
+    Raises:
+        StatedError: it cannot be written.
+    """
+    try:
+        check_place(path, what)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()
+        descriptor, part = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(part, 0o644)
+            os.replace(part, target)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        raise StatedError(f"The {what} {path} cannot be written: {error.strerror or error}.") from error

@@ -1,0 +1,93 @@
+"""Whether a plan that was read, edited or made elsewhere holds on a model. A plan is a value that people may edit; what an edit asks for is
+either done or refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from lmoffload_solver import counting
+from lmoffload_solver.errors import StatedError
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import Plan
+
+KV_FORMAT = "fp32"
+"""Of keys and values on the host, in the exact class."""
+
+
+def check_plan(model: ModelShape, plan: Plan) -> None:
+    """Refuse a plan that leaves something out, contradicts itself, or asks for what is not done.
+
+    Raises:
+        StatedError: the first thing that does not hold.
+    """
+    kept = model.with_formats({name: tensor.format for name, tensor in plan.weights.tensors.items()})
+    rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
+    for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
+        raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
+
+
+def _formats(model: ModelShape, plan: Plan) -> Iterator[str]:
+    """Every tensor as stored, or in a format that it can be quantized to."""
+    for tensor in model.tensors:
+        kept = plan.weights.tensors.get(tensor.name)
+        if kept is not None and kept.format != tensor.format and not tensor.can_become(kept.format):
+            yield f"it keeps {tensor.name} as {kept.format:.20}, which is stored as {tensor.format} and cannot become that"
+
+
+def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
+    """Every tensor of the model and no other, on the host or on the disk."""
+    planned = plan.weights.tensors
+    for name in planned:
+        if name not in model.by_name:
+            yield f"it has a tensor {name!r:.120} that the model has not"
+    for tensor in model.tensors:
+        if tensor.name not in planned:
+            yield f"it leaves out the tensor {tensor.name}"
+            return
+        kept = planned[tensor.name]
+        if kept.tier not in ("host", "disk"):
+            yield f"it keeps {tensor.name} on the {kept.tier}, and weights are kept on host or disk"
+        if kept.tier == "disk" and not (tensor.is_matrix or tensor.is_table):
+            yield f"it keeps {tensor.name} on the disk, and vectors are always in memory"
+    classes = {tensor.tensor_class for tensor in model.tensors}
+    for tensor_class, kept_format in plan.weights.format.items():
+        if tensor_class not in classes or kept_format != counting.main_format(model, tensor_class):
+            yield f"it gives the class {tensor_class} the format {kept_format:.20}, which most of its tensors have not"
+
+
+def _bytes(model: ModelShape, plan: Plan) -> Iterator[str]:
+    """The bytes of each tier are those of its tensors."""
+    for tier in ("host", "disk"):
+        planned = plan.weights.bytes.get(tier, 0)
+        counted = sum(counting.tensor_bytes(tensor) for tensor in model.tensors if plan.weights.tensors[tensor.name].tier == tier)
+        if planned != counted:
+            yield f"its tensors on the {tier} take {counted} bytes where the plan has {planned}"
+
+
+def _places(plan: Plan) -> Iterator[str]:
+    """Computing is done on the host."""
+    places = {"prefill's attention": plan.attention.prefill, "decode's attention": plan.attention.decode, "hidden states": plan.hidden.tier}
+    for what, tier in places.items():
+        if tier != "host":
+            yield f"it has {what} on the {tier}, and that is done on the host alone"
+    if plan.attention.host_share != 1:
+        yield f"it gives the host {plan.attention.host_share:.0%} of attention, and that is done on the host alone"
+
+
+def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
+    """Keys and values stay on the host, unquantized."""
+    for what, kept in (("keys", plan.kv.format.key), ("values", plan.kv.format.value)):
+        if kept != KV_FORMAT:
+            yield f"it keeps {what} as {kept:.20}, and they are kept as {KV_FORMAT}"
+    for layer, batch, tier in plan.kv.homes:
+        if tier != "host":
+            yield f"it has keys and values on the {tier}, and they are kept on the host alone"
+        if not (0 <= layer < model.num_layers and 0 <= batch < plan.num_micro_batches):
+            yield f"it has keys and values of layer {layer} and micro-batch {batch}, and there is no such pair"
+
+
+def _threads(plan: Plan) -> Iterator[str]:
+    for task in ("compute", "disk_io"):
+        if task not in plan.threads:
+            yield f"it leaves out the threads of {task}"
