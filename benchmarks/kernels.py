@@ -22,7 +22,7 @@ from lmoffload.kernels.attention import decode_attention, prefill_attention
 from lmoffload.kernels.linear import kernels_for, linear
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.kernels.pool import Pool
-from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=5632)
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--memory-mib", type=int, default=1024)
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--formats", nargs="+", default=[*FORMATS, *QUANTIZED], choices=[*FORMATS, *QUANTIZED])
     options = parser.parse_args()
     console = Console(width=max(160, Console().width) if not sys.stdout.isatty() else None)
     with Pool(options.threads) as pool:

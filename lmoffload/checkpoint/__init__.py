@@ -4,12 +4,15 @@ from lmoffload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from lmoffload.checkpoint.dummy import make_dummy
 from lmoffload.checkpoint.inspection import Inspection, inspect
 from lmoffload.checkpoint.names import named_config, named_configs, named_shape
+from lmoffload.checkpoint.quantized import with_formats
 from lmoffload.checkpoint.source import TensorSource
+from lmoffload.checkpoint.store import StoreProgress, open_store, prepare_store, store_bytes
 from lmoffload.checkpoint.tokenizer import load_tokenizer, transformers_config
 
 __all__ = [
     "Checkpoint",
     "Inspection",
+    "StoreProgress",
     "TensorSource",
     "inspect",
     "load_tokenizer",
@@ -18,5 +21,9 @@ __all__ = [
     "named_configs",
     "named_shape",
     "open_checkpoint",
+    "open_store",
+    "prepare_store",
+    "store_bytes",
     "transformers_config",
+    "with_formats",
 ]

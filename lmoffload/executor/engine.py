@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import Kind, Resource
 
 if TYPE_CHECKING:
-    from lmoffload.checkpoint import Checkpoint
+    from lmoffload.checkpoint import Checkpoint, StoreProgress
 
 TASK_RESOURCE: Mapping[Kind, Resource] = {"read_weights": "disk_read", "compute": "host_compute"}
 """Each kind of task of a plan without accelerator has a resource of its own, so the plan's busy seconds are its prediction."""
@@ -47,9 +48,11 @@ class Engine:
         decode: text of token ids, needed for stop strings.
         tokenizer_eos: the tokenizer's end token, used where neither the generation configuration nor the model's names one.
         keep_spans: keep every task's begin and end (`meter.spans`).
+        on_store: called while weights are quantized that the plan wants in another format than the checkpoint's, after every tensor.
+        cache: where quantized weights lie; the user's cache directory by default.
 
     Raises:
-        StatedError: the plan is of another model, or does not hold on it.
+        StatedError: the plan is of another model, or does not hold on it; or weights cannot be quantized.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Engine:
         decode: Callable[[Sequence[int]], str] | None = None,
         tokenizer_eos: int | None = None,
         keep_spans: bool = False,
+        on_store: Callable[[StoreProgress], None] = lambda progress: None,
+        cache: Path | None = None,
     ) -> None:
-        from lmoffload.checkpoint import transformers_config
+        from lmoffload.checkpoint import transformers_config, with_formats
 
         if plan.model.digest != checkpoint.fingerprint:
             raise StatedError(f"The plan was made for the model {plan.model.name!r}, not for {checkpoint.shape.name!r}: make a new plan.")
@@ -70,6 +75,8 @@ class Engine:
         _check_kernels(plan)
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
         process.reset_peak()
+        formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
+        checkpoint = with_formats(checkpoint, formats, cache=cache, on_progress=on_store)
         self.plan, self.shape = plan, checkpoint.shape
         self._bytes_read_before = process.bytes_read_from_disk()
         self._generation = dict(checkpoint.generation_config or {})

@@ -13,7 +13,7 @@ from lmoffload.executor.buffers import Slab
 from lmoffload.executor.extents import Layout, Source, lay_out
 from lmoffload.executor.reader import DiskReader
 from lmoffload.kernels.matrix import Matrix, reference_widen
-from lmoffload_solver.formats import stored_bytes
+from lmoffload_solver.formats import format_of, stored_bytes
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Piece, Unit, num_slots, slot_bytes
@@ -93,22 +93,25 @@ class WeightStore:
     def table_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows."""
         table = self._shape.embedding
-        wanted, inverse = np.unique(np.asarray(token_ids, dtype=np.int64), return_inverse=True)
+        tile = format_of(table.format).tile_rows
+        ids = np.asarray(token_ids, dtype=np.int64)
+        wanted, inverse = np.unique(ids // tile, return_inverse=True)  # only the table's last tile is short, and it comes last
+        ranges = [(int(i) * tile, min(int(i + 1) * tile, _num_rows(table))) for i in wanted]
         resident = self._resident.get(table.name)
         if resident is not None:
-            rows = [resident.rows(int(i), int(i) + 1).data for i in wanted]
+            rows = [resident.rows(first, end).data for first, end in ranges]
         else:
-            rows = self._rows_on_disk(table, wanted)
-        gathered = Matrix(torch.cat(rows), table.format, len(rows), table.shape[-1])
-        return reference_widen(gathered)[torch.from_numpy(inverse)]
+            rows = self._rows_on_disk(table, ranges)
+        gathered = Matrix(torch.cat(rows), table.format, sum(end - first for first, end in ranges), table.shape[-1])
+        return reference_widen(gathered)[torch.from_numpy(inverse * tile + ids % tile)]
 
-    def _rows_on_disk(self, table: TensorShape, wanted: np.ndarray) -> list[torch.Tensor]:
+    def _rows_on_disk(self, table: TensorShape, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         row_bytes = stored_bytes(table.shape[-1:], table.format)
-        pieces = [Piece(table.name, int(i), int(i) + 1, row_bytes) for i in wanted]
+        pieces = [Piece(table.name, first, end, (end - first) * row_bytes) for first, end in ranges]
         layout = self._lay_out(pieces)
         buffer = Slab(layout.num_bytes)
         self._reader.read(layout.extents, buffer)
-        return [buffer.bytes[place : place + row_bytes] for place in layout.piece_places]
+        return [buffer.bytes[place : place + piece.num_bytes] for place, piece in zip(layout.piece_places, pieces, strict=True)]
 
     def _load_resident(self, plan: Plan) -> dict[str, Matrix]:
         """Read every matrix with a home in memory, each file in the order of its bytes, one slab per decoder layer and one for the rest."""

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import llvmlite.binding as llvm
 from llvmlite import ir
 
 I8, I16, I32, I64, F32, ADDRESS = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
+
+Dots = Literal["vnni", "maddubs", "generic"]
+"""How 4 bytes are multiplied by 4 bytes and summed: one instruction, AVX2's two, or plain shifts and products."""
 
 V = Any
 """A value of the function being written (`ir.Value`); llvmlite is untyped."""
@@ -31,6 +34,9 @@ class Machine:
     """fp32 lanes of a vector register."""
     halves: bool
     """Whether fp16 is converted by an instruction; LLVM would call a function that is not there otherwise."""
+    dots: Dots = "generic"
+    dot_width: int = 8
+    """Whole-number lanes of a vector of `dots`."""
 
 
 @cache
@@ -38,7 +44,15 @@ def host_machine() -> Machine:
     """This machine."""
     features = llvm.get_host_cpu_features()
     arm = llvm.get_process_triple().startswith(("aarch64", "arm64"))
-    return Machine(16 if features.get("avx512f", False) else 8, arm or bool(features.get("f16c", False)))
+    width = 16 if features.get("avx512f", False) else 8
+    dots: tuple[Dots, int] = ("generic", width)
+    if features.get("avx512vnni", False):
+        dots = "vnni", 16
+    elif features.get("avxvnni", False):
+        dots = "vnni", 8
+    elif features.get("avx2", False):
+        dots = "maddubs", 8
+    return Machine(width, arm or bool(features.get("f16c", False)), *dots)
 
 
 class Code:
@@ -104,6 +118,13 @@ class Code:
         if known is None:
             known = ir.Function(self.module, ir.FunctionType(kind, [kind] * len(values)), full)
         return self.b.call(known, values)
+
+    def known(self, name: str, result: Any, *values: V) -> V:
+        """A call of one of LLVM's own functions."""
+        found = self.module.globals.get(name)
+        if found is None:
+            found = ir.Function(self.module, ir.FunctionType(result, [value.type for value in values]), name)
+        return self.b.call(found, values)
 
     def lanes(self, first: V, second: V | None, places: Sequence[int]) -> V:
         """The lanes at `places` of the two vectors laid end to end."""
@@ -180,14 +201,14 @@ class Code:
 
     def prefetch(self, address: V, num_bytes: V) -> None:
         """Ask for the cache lines from an address on; where nothing is mapped it does no harm."""
+        self.each(self.whole(0), num_bytes, 64, lambda offset: self.prefetch_line(self.at(address, offset)))
+
+    def prefetch_line(self, address: V) -> None:
+        """Ask for one cache line."""
         name, kinds = "llvm.prefetch.p0", [ADDRESS, I32, I32, I32]
         known = self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(ir.VoidType(), kinds), name)
         read, all_levels, data = self.bits(0), self.bits(3), self.bits(1)
-
-        def line(offset: V) -> None:
-            self.b.call(known, [self.at(address, offset), read, all_levels, data])
-
-        self.each(self.whole(0), num_bytes, 64, line)
+        self.b.call(known, [address, read, all_levels, data])
 
     @contextmanager
     def when(self, condition: V) -> Iterator[None]:

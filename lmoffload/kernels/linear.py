@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 
 from lmoffload.kernels.fused import FusedDot
+from lmoffload.kernels.int8_dot import Int8Dot
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.tiles import TileProduct, steady_shape
-from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
 JOB_PRODUCTS = 1 << 20
 """Products worth a job of their own: 20 to 100 microseconds, where waking a worker takes about 10."""
@@ -37,18 +38,22 @@ class LinearKernel(Protocol):
     def unit(self, n: int, k: int) -> int:
         """Weight rows that a job takes as a whole."""
 
+    def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
+        """What `product` takes for x, fp32 [M, K] contiguous, M >= least_rows: made once for all jobs; its first dimension is M."""
+
     def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
         """out[:, first_row:end_row] = x @ widened(matrix)[first_row:end_row].T, GIL released.
 
-        x: fp32 [M, K] contiguous, M >= least_rows. out: fp32 [M, N] contiguous, columns in stored row order.
+        x: what `activations` made. out: fp32 [M, N] contiguous, columns in stored row order.
         """
 
 
 KERNELS: Mapping[str, LinearKernel] = MappingProxyType(
     {
         "fp32": TileProduct("fp32", frozenset({"fp32"})),
-        "widen_tiles": TileProduct("widen_tiles", frozenset(FORMATS) - {"fp32"}),
+        "widen_tiles": TileProduct("widen_tiles", frozenset([*FORMATS, *QUANTIZED]) - {"fp32"}),
         "fused_dot": FusedDot(),
+        "int8_dot": Int8Dot(),
     }
 )
 
@@ -81,7 +86,8 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     ranges = row_ranges(matrix.n, chosen.unit(matrix.n, matrix.k), matrix.k * rows, pool.threads)
     padded = x if rows >= chosen.least_rows else torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
     out = torch.empty(padded.shape[0], matrix.n)
-    pool.run([partial(chosen.product, padded, matrix, first, end, out) for first, end in ranges])
+    ready = chosen.activations(padded, matrix, pool)
+    pool.run([partial(chosen.product, ready, matrix, first, end, out) for first, end in ranges])
     out = out[:rows]
     if matrix.row_order is not None:
         out = out.index_select(1, matrix.row_order)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload.kernels.quantize import dequantize
+from lmoffload.kernels.tiled import is_tiled, unpack
+from lmoffload_solver.formats import FORMATS, format_of, stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,7 @@ class Matrix:
 
     Attributes:
         data: uint8 [n * row_bytes], contiguous, beginning at any address.
-        format: a key of `lmoffload_solver.formats.FORMATS`.
+        format: a name that `lmoffload_solver.formats.format_of` knows.
         n: rows (output features of the layer).
         k: columns (input features of the layer).
         row_order: int64 [n] or None; output column j of the layer is the stored row `row_order[j]`.
@@ -34,14 +36,16 @@ class Matrix:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one stored row."""
-        fmt = FORMATS[self.format]
+        """Bytes of one stored row; rows of a tile share theirs."""
+        fmt = format_of(self.format)
         return self.k // fmt.block_elements * fmt.block_bytes
 
     def rows(self, first: int, end: int) -> Matrix:
-        """Stored rows first..end (exclusive) as a matrix of their own; only for matrices in their natural order."""
+        """Stored rows first..end (exclusive) as a matrix of their own; only for matrices in their natural order, and whole tiles."""
         assert self.row_order is None, "pieces of a matrix with permuted rows have no order of their own"
         assert 0 <= first <= end <= self.n, "rows outside the matrix"
+        tile = format_of(self.format).tile_rows
+        assert first % tile == 0 and (end % tile == 0 or end == self.n), "a tile is never cut"
         return Matrix(self.data[first * self.row_bytes : end * self.row_bytes], self.format, end - first, self.k)
 
 
@@ -50,8 +54,11 @@ def reference_widen(matrix: Matrix) -> torch.Tensor:
 
     Blocks are ggml's (https://github.com/ggml-org/ggml, ggml-common.h and `dequantize_row_*`): a block of 32 columns is an fp16 scale d
     (q4_1: then an fp16 minimum m) and the codes; q8_0 is d * code, q4_0 is d * (code - 8), q4_1 is d * code + m. Byte i of a 4-bit block
-    holds column i in its low half and column i + 16 in its high half.
+    holds column i in its low half and column i + 16 in its high half. The quantized formats are those of `tiled`.
     """
+    if is_tiled(matrix.format):
+        wide = dequantize(unpack(matrix.data, matrix.format, matrix.n, matrix.k))
+        return wide if matrix.row_order is None else wide[matrix.row_order]
     rows = matrix.data.clone().view(matrix.n, matrix.row_bytes)  # a clone is aligned; the view may not be
     wide = _widen_rows(rows, matrix.format).reshape(matrix.n, matrix.k)
     return wide if matrix.row_order is None else wide[matrix.row_order]

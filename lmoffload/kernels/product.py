@@ -11,6 +11,8 @@ from llvmlite import ir
 from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, Machine, V, host_machine
 from lmoffload.kernels.dots import MOST_AT_ONCE, emit_sweep
 from lmoffload.kernels.stored import STEP, load_plain, load_step, step_bytes
+from lmoffload.kernels.tile_floats import emit_tile_product, emit_tile_widen
+from lmoffload.kernels.tiled import is_tiled
 from lmoffload_solver.formats import FORMATS
 
 COLUMN_BLOCK = 1024
@@ -30,6 +32,7 @@ class FormatKernels:
     widen(source, source_row, rows, destination, destination_row, k): rows to fp32.
     product(weight, weight_row, rows, x, x_row, m, out, out_row, k, scratch, panel): out[m, n] = x[m] . weight[n];
         scratch: panel * SCRATCH_ROW_BYTES bytes, used when m > MOST_AT_ONCE.
+    Of a quantized format: whole tiles, and product is that of `tile_floats`, without scratch.
     """
 
     widen: Callable[..., None]
@@ -40,7 +43,8 @@ class FormatKernels:
 def format_kernels(format_name: str) -> FormatKernels:
     """The compiled functions of a format, compiled at the first call (about half a second)."""
     module = ir.Module(f"lmoffload_{format_name}")
-    widen, product = emit_widen(module, host_machine(), format_name), emit_product(module, host_machine(), format_name)
+    emit = (emit_tile_widen, emit_tile_product) if is_tiled(format_name) else (emit_widen, emit_product)
+    widen, product = (one(module, host_machine(), format_name) for one in emit)
     compiled = Compiled(module)
     return FormatKernels(compiled.function(widen), compiled.function(product))
 

@@ -27,7 +27,7 @@ def load_step(code: Code, format_name: str, address: V) -> list[V]:
     width = code.width
     starts = range(0, STEP, width)
     if format_name == "q8_0":
-        scale = code.splat(_widen_fp16(code, code.load(I16, address), None), width)
+        scale = code.splat(widen_fp16(code, code.load(I16, address), None), width)
         codes = [code.load(I8, code.at(address, 2 + start), width) for start in starts]
         return [code.b.fmul(scale, code.b.sitofp(code.b.sext(c, ir.VectorType(I32, width)), ir.VectorType(F32, width))) for c in codes]
     size = step_bytes(format_name) // STEP
@@ -40,7 +40,7 @@ def load_plain(code: Code, format_name: str, address: V, width: int | None) -> V
         return code.load(F32, address, width)
     half = code.load(I16, address, width)
     if format_name == "fp16":
-        return _widen_fp16(code, half, width)
+        return widen_fp16(code, half, width)
     assert format_name == "bf16", f"no code loads {format_name}"
     return code.b.bitcast(code.b.shl(code.b.zext(half, _kind(I32, width)), code.bits(16, width)), _kind(F32, width))
 
@@ -48,17 +48,17 @@ def load_plain(code: Code, format_name: str, address: V, width: int | None) -> V
 def _load_nibbles(code: Code, format_name: str, address: V) -> list[V]:
     width = code.width
     b, ints, reals = code.b, ir.VectorType(I32, width), ir.VectorType(F32, width)
-    scale = code.splat(_widen_fp16(code, code.load(I16, address), None), width)
+    scale = code.splat(widen_fp16(code, code.load(I16, address), None), width)
     start = 4 if format_name == "q4_1" else 2
     packed = [b.zext(code.load(I8, code.at(address, start + offset), width), ints) for offset in range(0, STEP // 2, width)]
     codes = [b.and_(p, code.bits(15, width)) for p in packed] + [b.lshr(p, code.bits(4, width)) for p in packed]
     if format_name == "q4_0":
         return [b.fmul(scale, b.sitofp(b.sub(c, code.bits(8, width)), reals)) for c in codes]
-    least = code.splat(_widen_fp16(code, code.load(I16, code.at(address, 2)), None), width)
+    least = code.splat(widen_fp16(code, code.load(I16, code.at(address, 2)), None), width)
     return [code.fma(scale, b.sitofp(c, reals), least) for c in codes]  # scale * code is exact in fp32, so fused or not is the same
 
 
-def _widen_fp16(code: Code, half: V, width: int | None) -> V:
+def widen_fp16(code: Code, half: V, width: int | None) -> V:
     """fp16 bits to fp32, exactly; by whole-number arithmetic where the machine has no instruction for it."""
     b, reals = code.b, _kind(F32, width)
     if code.halves:

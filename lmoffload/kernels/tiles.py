@@ -7,8 +7,9 @@ from functools import cache
 import torch
 
 from lmoffload.kernels.matrix import Matrix
-from lmoffload.kernels.pool import Scratch, serial_torch
+from lmoffload.kernels.pool import Pool, Scratch, serial_torch
 from lmoffload.kernels.product import format_kernels
+from lmoffload.kernels.tiled import TILE_ROWS, is_tiled, padded_tail
 
 TILE_BYTES = 4 << 20
 """fp32 bytes of a tile: 512 rows of 2,048 columns, the measured optimum on two machines."""
@@ -40,6 +41,9 @@ class TileProduct:
     def unit(self, n: int, k: int) -> int:
         return rows_of_tile(n, k)
 
+    def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
+        return x
+
     def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
         tile_rows = rows_of_tile(matrix.n, matrix.k)
         for first in range(first_row, end_row, tile_rows):
@@ -58,8 +62,14 @@ class TileProduct:
             return matrix.data[start : end * matrix.row_bytes].view(torch.float32).view(end - first, matrix.k)
         tile = self._tile.floats((end - first) * matrix.k)
         widen = format_kernels(matrix.format).widen
-        widen(matrix.data.data_ptr() + start, matrix.row_bytes, end - first, tile.data_ptr(), 4 * matrix.k, matrix.k)
-        return tile.view(end - first, matrix.k)
+        rest = end % TILE_ROWS if is_tiled(matrix.format) else 0
+        widen(matrix.data.data_ptr() + start, matrix.row_bytes, end - first - rest, tile.data_ptr(), 4 * matrix.k, matrix.k)
+        tile = tile.view(end - first, matrix.k)
+        if rest:
+            last, wide = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(TILE_ROWS, matrix.k)
+            widen(last.data_ptr(), matrix.row_bytes, TILE_ROWS, wide.data_ptr(), 4 * matrix.k, matrix.k)
+            tile[end - first - rest :] = wide[:rest]
+        return tile
 
 
 def in_place(matrix: Matrix) -> bool:

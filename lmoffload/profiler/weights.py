@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload_solver.formats import QUANTIZED, format_of, stored_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,9 @@ def random_blocks(format_name: str) -> torch.Tensor:
     import torch
 
     rng = np.random.default_rng(0)
-    fmt = FORMATS[format_name]
+    fmt = format_of(format_name)
+    if format_name in QUANTIZED:  # bytes that are fp16 numbers near 0.003 wherever a scale or a minimum comes to lie
+        return torch.from_numpy(rng.integers(0x18, 0x1C, (PATTERN_BLOCKS - 1) * fmt.block_bytes, np.uint8))
     if fmt.block_elements == 1:
         # A period that is no power of two, so that neighbouring rows of a matrix differ.
         values = torch.from_numpy(rng.standard_normal(PATTERN_BLOCKS * 4 - 3, np.float32) * np.float32(0.02))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import gcd, prod
 
-from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload_solver.formats import format_of, stored_bytes
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.schedule import Unit
 from lmoffload_solver.value import TensorClass
@@ -179,4 +179,4 @@ def main_format(model: ModelShape, tensor_class: TensorClass | None = None) -> s
             continue
         if tensor_class is None or tensor.tensor_class == tensor_class:
             total[tensor.format] = total.get(tensor.format, 0) + tensor_bytes(tensor)
-    return max(total, key=lambda name: (total[name], FORMATS[name].bits_per_element))
+    return max(total, key=lambda name: (total[name], format_of(name).bits_per_element))

@@ -19,6 +19,8 @@ class Format:
     name: str
     block_elements: int
     block_bytes: int
+    tile_rows: int = 1
+    """Rows of a matrix that are stored interleaved, so that a matrix is cut between tiles only; its last tile may hold fewer."""
 
     @property
     def bits_per_element(self) -> float:
@@ -43,10 +45,10 @@ QUANTIZED: dict[str, Format] = {
     for f in (
         # The quantized store's own groups along the last dimension: codes, then one fp16 scale (int8, symmetric), or an fp16 scale and an
         # fp16 minimum (int4, asymmetric): 64 elements of int4 take 32 + 2 + 2 = 36 bytes, as FlexGen's groups do.
-        Format("int8", 64, 66),
-        Format("int4-g32", 32, 20),
-        Format("int4-g64", 64, 36),
-        Format("int4-g128", 128, 68),
+        Format("int8", 64, 66, tile_rows=16),
+        Format("int4-g32", 32, 20, tile_rows=16),
+        Format("int4-g64", 64, 36, tile_rows=16),
+        Format("int4-g128", 128, 68, tile_rows=16),
     )
 }
 """Formats that weights and keys and values can be turned into; no checkpoint stores them."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
 
 from pydantic import Field
 
+from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.value import TensorClass, Value
 
 
@@ -25,6 +27,10 @@ class TensorShape(Value):
     row by row and that may be streamed. False for vectors (norms, biases), which are always resident."""
     is_table: bool = False
     """True for a further table whose rows are looked up (learned positions): never held, read through a mapping of its file."""
+
+    def can_become(self, format_name: str) -> bool:
+        """Whether it can be quantized to a format: a matrix whose rows are whole groups."""
+        return self.is_matrix and format_name in QUANTIZED and self.shape[-1] % QUANTIZED[format_name].block_elements == 0
 
 
 class LayerShape(Value):
@@ -58,6 +64,12 @@ class ModelShape(Value):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def with_formats(self, formats: Mapping[str, str]) -> ModelShape:
+        """The same model with some of its tensors, by name, in other formats."""
+        tensors = tuple(t.model_copy(update={"format": formats.get(t.name, t.format)}) for t in self.tensors)
+        fields = {name: getattr(self, name) for name in ModelShape.model_fields}
+        return ModelShape(**{**fields, "tensors": tensors})  # a copy would keep what was computed from the old tensors
 
     @cached_property
     def by_name(self) -> dict[str, TensorShape]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from lmoffload_solver.formats import stored_bytes
+from lmoffload_solver.formats import format_of, stored_bytes
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.value import Kind, Resource
@@ -103,9 +103,10 @@ def units_of(model: ModelShape, plan: Plan) -> tuple[Unit, ...]:
     if head.name not in on_disk:
         units.append(Unit(len(units), "head", None, (), 0, num_rows))
         return tuple(units)
-    row_bytes = stored_bytes(head.shape, plan.weights.tensors[head.name].format) // num_rows
+    format_name = plan.weights.tensors[head.name].format
+    row_bytes, tile = stored_bytes(head.shape, format_name) // num_rows, format_of(format_name).tile_rows
     largest = max((unit.streamed_bytes for unit in units), default=0) or HEAD_PIECE_BYTES
-    rows = max(1, min(num_rows, largest // row_bytes))
+    rows = max(1, min(num_rows, largest // row_bytes) // tile) * tile
     for first in range(0, num_rows, rows):
         end = min(num_rows, first + rows)
         piece = Piece(head.name, first, end, (end - first) * row_bytes)

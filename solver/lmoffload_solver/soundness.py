@@ -21,13 +21,22 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     Raises:
         StatedError: the first thing that does not hold.
     """
-    rules = (_tensors(model, plan), _bytes(model, plan), _places(plan), _cache(model, plan), _threads(plan))
+    kept = model.with_formats({name: tensor.format for name, tensor in plan.weights.tensors.items()})
+    rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
 
 
+def _formats(model: ModelShape, plan: Plan) -> Iterator[str]:
+    """Every tensor as stored, or in a format that it can be quantized to."""
+    for tensor in model.tensors:
+        kept = plan.weights.tensors.get(tensor.name)
+        if kept is not None and kept.format != tensor.format and not tensor.can_become(kept.format):
+            yield f"it keeps {tensor.name} as {kept.format:.20}, which is stored as {tensor.format} and cannot become that"
+
+
 def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
-    """Every tensor of the model and no other, as stored, on the host or on the disk."""
+    """Every tensor of the model and no other, on the host or on the disk."""
     planned = plan.weights.tensors
     for name in planned:
         if name not in model.by_name:
@@ -37,8 +46,6 @@ def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
             yield f"it leaves out the tensor {tensor.name}"
             return
         kept = planned[tensor.name]
-        if kept.format != tensor.format:
-            yield f"it keeps {tensor.name} as {kept.format:.20}, which is stored as {tensor.format}"
         if kept.tier not in ("host", "disk"):
             yield f"it keeps {tensor.name} on the {kept.tier}, and weights are kept on host or disk"
         if kept.tier == "disk" and not (tensor.is_matrix or tensor.is_table):
@@ -46,7 +53,7 @@ def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
     classes = {tensor.tensor_class for tensor in model.tensors}
     for tensor_class, kept_format in plan.weights.format.items():
         if tensor_class not in classes or kept_format != counting.main_format(model, tensor_class):
-            yield f"it gives the class {tensor_class} the format {kept_format:.20}, and weights are kept as stored"
+            yield f"it gives the class {tensor_class} the format {kept_format:.20}, which most of its tensors have not"
 
 
 def _bytes(model: ModelShape, plan: Plan) -> Iterator[str]:

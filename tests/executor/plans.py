@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from lmoffload_solver.formats import stored_bytes
@@ -33,13 +34,14 @@ def make_plan(
     tokens: int = 4096,
     kernel: str = "widen_tiles",
     stream: Literal["layer", "matrix"] = "layer",
+    formats: Mapping[str, str] | None = None,
 ) -> Plan:
     """A plan with these matrices resident (None: all), room for `tokens` tokens a row, and nothing predicted."""
     tensors, sizes = {}, {"host": 0, "disk": 0}
     for tensor in shape.tensors:
         tier = "disk" if tensor.is_table else "host" if resident is None or not tensor.is_matrix or tensor.name in resident else "disk"
-        tensors[tensor.name] = TensorPlan(format=tensor.format, tier=tier)
-        sizes[tier] += stored_bytes(tensor.shape, tensor.format)
+        tensors[tensor.name] = TensorPlan(format=(formats or {}).get(tensor.name, tensor.format), tier=tier)
+        sizes[tier] += stored_bytes(tensor.shape, tensors[tensor.name].format)
     kv = sum(4 * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * tokens for layer in shape.layers)
     return Plan(
         model=Named(name=shape.name, digest=fingerprint),

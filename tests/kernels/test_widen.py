@@ -7,7 +7,8 @@ from llvmlite import ir
 from lmoffload.kernels.code import Compiled, Machine, host_machine
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload.kernels.product import emit_widen, format_kernels
-from lmoffload_solver.formats import FORMATS
+from lmoffload.kernels.tile_floats import emit_tile_widen
+from lmoffload_solver.formats import FORMATS, QUANTIZED
 from tests.kernels.weights import random_matrix
 
 
@@ -52,6 +53,17 @@ def test_columns_that_fill_no_vector(format_name):
     for k in (1, 7, 31, 33, 50, 100):
         matrix = random_matrix(format_name, 3, k, seed=k)
         assert torch.equal(widened(matrix, format_kernels(format_name).widen), reference_widen(matrix))
+
+
+@pytest.mark.parametrize("machine", [host_machine(), Machine(8, False), Machine(16, False)], ids=str)
+@pytest.mark.parametrize("format_name", QUANTIZED)
+def test_tiles(format_name, machine):
+    module = ir.Module()
+    code = emit_tile_widen(module, machine, format_name)
+    widen = Compiled(module).function(code)
+    for n, k in ((16, 128), (48, 384)):
+        matrix = random_matrix(format_name, n, k, seed=k, offset=3)
+        assert torch.equal(widened(matrix, widen), reference_widen(matrix))
 
 
 @pytest.mark.parametrize("machine", [host_machine(), Machine(8, False), Machine(16, False)], ids=str)

@@ -3,7 +3,8 @@
 import torch
 
 from lmoffload.kernels.matrix import Matrix
-from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload.kernels.tiled import Codes, is_tiled, pack
+from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -13,10 +14,21 @@ def random_data(format_name: str, n: int, k: int, seed: int = 0) -> torch.Tensor
     generator = torch.Generator().manual_seed(seed)
     if format_name in PLAIN:
         return torch.randn(n, k, generator=generator).to(PLAIN[format_name]).view(torch.uint8).flatten()
+    if is_tiled(format_name):
+        return pack(random_codes(format_name, n, k, generator), format_name)
     size, scales = FORMATS[format_name].block_bytes, 4 if format_name == "q4_1" else 2
     blocks = torch.randint(0, 256, (n * k // 32, size), generator=generator, dtype=torch.uint8)
     blocks[:, :scales] = torch.randn(n * k // 32, scales // 2, generator=generator).half().view(torch.uint8)
     return blocks.flatten()
+
+
+def random_codes(format_name: str, n: int, k: int, generator: torch.Generator) -> Codes:
+    groups = k // QUANTIZED[format_name].block_elements
+    scales = torch.randn(n, groups, generator=generator).half()
+    if format_name == "int8":
+        return Codes(torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8), scales, None)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    return Codes(codes, scales, torch.randn(n, groups, generator=generator).half())
 
 
 def random_matrix(format_name: str, n: int, k: int, seed: int = 0, offset: int = 0, row_order: torch.Tensor | None = None) -> Matrix:

@@ -7,10 +7,10 @@ import torch
 
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload.profiler.weights import WeightSlab, random_blocks
-from lmoffload_solver.formats import FORMATS, stored_bytes
+from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
 
-@pytest.mark.parametrize("format_name", FORMATS)
+@pytest.mark.parametrize("format_name", [*FORMATS, *QUANTIZED])
 def test_every_format_widens_to_small_finite_numbers(format_name: str) -> None:
     n, k = 96, 256
     matrix = Matrix(random_blocks(format_name)[: stored_bytes((n, k), format_name)].clone(), format_name, n, k)

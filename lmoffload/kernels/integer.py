@@ -1,0 +1,174 @@
+"""The compiled functions of int8 x int8 and int4 x int8 products over tiles.
+
+out[j, i] = scale[j] * sum over groups g of (scale[i, g] * dot[i, g, j] + minimum[i, g] * sum[g, j]), where dots and sums are exact whole
+numbers of codes and the groups are added in order: a row's bits depend on it alone, and on no machine's instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+from llvmlite import ir
+
+from lmoffload.kernels.bytes_dot import CHUNK, BytesDot
+from lmoffload.kernels.code import ADDRESS, F32, I8, I16, I32, I64, Code, Compiled, Machine, V, host_machine
+from lmoffload.kernels.stored import widen_fp16
+from lmoffload.kernels.tiled import TILE_ROWS
+from lmoffload.kernels.tokens import each_block, emit_pack
+from lmoffload_solver.formats import QUANTIZED
+
+STEPS = CHUNK // 4
+
+FEW_ROWS = 2
+"""Activation rows up to which a tile's bytes arrive no faster than they are used."""
+
+AHEAD_BYTES = 2048
+"""How far ahead they are asked for then."""
+
+
+@dataclass(frozen=True)
+class IntegerKernels:
+    """Compiled functions of one format; all numbers whole, addresses as int, strides in bytes.
+
+    pack(x, x_row, m, target, packed_row, k): quantize activations (`tokens`).
+    product(tiles, tile_bytes, num_tiles, packed, packed_row, m, out, out_row, k): whole tiles.
+    block_rows: rows may be packed and multiplied apart where the first is a multiple of this.
+    """
+
+    pack: Callable[..., None]
+    product: Callable[..., None]
+    block_rows: int
+
+
+@cache
+def integer_kernels(format_name: str) -> IntegerKernels:
+    """The compiled functions of a format for this machine, compiled at the first call."""
+    return compile_integer(format_name, host_machine())
+
+
+@cache
+def compile_integer(format_name: str, machine: Machine) -> IntegerKernels:
+    """The same for any machine whose instructions this one has."""
+    module, narrow = ir.Module(f"lmoffload_integer_{format_name}"), replace(machine, width=machine.dot_width)
+    group, nibbles = QUANTIZED[format_name].block_elements, format_name != "int8"
+    sizes = (12, 8, 4, 2, 1) if narrow.width == TILE_ROWS else (4, 2, 1)
+    pack = emit_pack(module, machine, group, sizes, shifted=machine.dots == "vnni" and not nibbles, real=nibbles)
+    product = Product(Code(module, narrow, "product", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64]), machine, group, nibbles)
+    code = product.emit(sizes)
+    compiled = Compiled(module)
+    return IntegerKernels(compiled.function(pack), compiled.function(code), sizes[0])
+
+
+@dataclass(frozen=True)
+class Product:
+    """Writes the product of tiles with packed activations."""
+
+    code: Code
+    machine: Machine
+    group: int
+    nibbles: bool
+
+    @property
+    def dot(self) -> BytesDot:
+        return BytesDot(self.code, self.machine.dots, self.nibbles)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of the rows of a tile."""
+        return TILE_ROWS // self.code.width
+
+    @property
+    def head_bytes(self) -> int:
+        """Scales, and minima, of a group of a tile."""
+        return (4 if self.nibbles else 2) * TILE_ROWS
+
+    @property
+    def group_bytes(self) -> int:
+        return self.head_bytes + self.group * TILE_ROWS // (2 if self.nibbles else 1)
+
+    def emit(self, sizes: tuple[int, ...]) -> Code:
+        code = self.code
+        tiles, tile_bytes, num_tiles, packed, packed_row, m, out, out_row, k = code.arguments
+
+        def tile(index: V) -> None:
+            here, column = code.row(tiles, index, tile_bytes), code.row(out, index, code.whole(4 * TILE_ROWS))
+
+            def block(first: V, size: int) -> None:
+                self._block(here, code.row(packed, first, packed_row), code.row(column, first, out_row), out_row, k, size)
+
+            each_block(code, m, sizes, block)
+
+        code.each(code.whole(0), num_tiles, 1, tile)
+        return code.end()
+
+    def _block(self, tile: V, packed: V, out: V, out_row: V, k: V, size: int) -> None:
+        """One tile by `size` rows."""
+        code, b = self.code, self.code.b
+        groups = b.sdiv(k, code.whole(self.group))
+        sums = code.row(packed, k, code.whole(size))
+        scales = code.row(sums, groups, code.whole(4 * size))
+
+        def group(g: V, totals: list[V]) -> list[V]:
+            here = code.row(tile, g, code.whole(self.group_bytes))
+            if size <= FEW_ROWS:
+                for line in range(0, self.group_bytes, 64):
+                    code.prefetch_line(code.at(here, AHEAD_BYTES + line))
+            beside = code.row(sums, g, code.whole(4 * size))
+            dots = self._dots(code.at(here, self.head_bytes), code.row(packed, g, code.whole(self.group * size)), beside, size)
+            reals = ir.VectorType(F32, code.width)
+            for offset, factors in ((0, [b.sitofp(dot, reals) for dot in dots]), (2 * TILE_ROWS, self._sums(beside, size))):
+                if factors:
+                    halves = [code.load(I16, code.at(here, offset + 2 * code.width * v), code.width) for v in range(self.vectors)]
+                    wide = [widen_fp16(code, half, code.width) for half in halves]
+                    totals = [code.fma(factors[n], wide[n % self.vectors], total) for n, total in enumerate(totals)]
+            return totals
+
+        zero = code.real(0.0, code.width)
+        totals = code.loop(code.whole(0), groups, 1, [zero] * (size * self.vectors), group)
+        for n, total in enumerate(totals):
+            row, vector = divmod(n, self.vectors)
+            scale = code.splat(code.load(F32, code.at(scales, 4 * row)), code.width)
+            place = code.at(code.row(out, code.whole(row), out_row), 4 * code.width * vector)
+            code.store(b.fmul(total, scale), place)
+
+    def _sums(self, beside: V, size: int) -> list[V]:
+        """What the minima are multiplied by, for every row and vector."""
+        if not self.nibbles:
+            return []
+        found = [self.code.splat(self.code.load(F32, self.code.at(beside, 4 * row)), self.code.width) for row in range(size)]
+        return [found[n // self.vectors] for n in range(size * self.vectors)]
+
+    def _dots(self, codes: V, xs: V, beside: V, size: int) -> list[V]:
+        """The dots of one group, for every row and vector."""
+        code = self.code
+        if self.dot.shifted:
+            starts = [code.splat(code.load(I32, code.at(beside, 4 * row)), code.width) for row in range(size)]
+        else:
+            starts = [code.bits(0, code.width)] * size
+        sums = [starts[n // self.vectors] for n in range(size * self.vectors)]
+
+        def chunk(index: V, sums: list[V]) -> list[V]:
+            x = code.row(xs, index, code.whole(CHUNK * size))
+            activations = [[code.load(I32, code.at(x, 4 * (step * size + row))) for row in range(size)] for step in range(STEPS)]
+            return self.dot.chunk(sums, self._weights(code.row(codes, index, code.whole(self._chunk_bytes))), activations)
+
+        if self.group == CHUNK:
+            return chunk(code.whole(0), sums)
+        return code.loop(code.whole(0), code.whole(self.group // CHUNK), 1, sums, chunk)
+
+    @property
+    def _chunk_bytes(self) -> int:
+        return TILE_ROWS * CHUNK // (2 if self.nibbles else 1)
+
+    def _weights(self, codes: V) -> list[list[V]]:
+        """The codes of 32 columns: [8 steps][vectors]."""
+        code, b, lanes = self.code, self.code.b, 4 * self.code.width
+        kind = ir.VectorType(I8, lanes)
+        loads = STEPS // (2 if self.nibbles else 1)
+        stored = [[code.load(I8, code.at(codes, 4 * TILE_ROWS * i + lanes * v), lanes) for v in range(self.vectors)] for i in range(loads)]
+        if not self.nibbles:
+            return stored
+        mask, four = ir.Constant(kind, [15] * lanes), ir.Constant(kind, [4] * lanes)
+        return [half for one in stored for half in ([b.and_(w, mask) for w in one], [b.lshr(w, four) for w in one])]

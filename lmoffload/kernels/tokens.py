@@ -1,0 +1,112 @@
+"""Emit the quantization of activations: every row to codes -127..127 and one scale.
+
+Rows are packed in blocks of `sizes` rows, as many of the largest as there are, then smaller ones. A block of S rows holds, for every 4
+columns, S times the 4 codes of a row; for every group of columns, S whole numbers or fp32 sums; and S fp32 scales. A packed row takes
+`packed_row_bytes`, so that a block begins at its first row's number times that.
+
+scale = max |x| / 127, code = x / scale rounded to the nearest: an activation's error is at most max |x| / 254. A row that holds a NaN or
+an infinity has the scale NaN; one whose largest number is below 2^-100 counts as zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir
+
+from lmoffload.kernels.bytes_dot import SIGNED_SHIFT
+from lmoffload.kernels.code import ADDRESS, F32, I8, I32, I64, Code, Machine, V
+
+LARGEST_CODE = 127
+ROUNDING = 1.5 * 2.0**23
+"""Added to a number below 2^22, it leaves the nearest whole number in the low bits."""
+
+INFINITY_BITS = 0x7F800000
+LEAST_BITS = (127 - 100) << 23
+"""The bits of 2^-100."""
+
+
+def packed_row_bytes(k: int, group: int) -> int:
+    """Bytes of one packed row of k columns."""
+    return k + 4 * (k // group) + 4
+
+
+def each_block(code: Code, m: V, sizes: Sequence[int], body: Callable[[V, int], None]) -> None:
+    """body(first row, size) for every block of m rows."""
+    first = code.whole(0)
+    for size in sizes:
+        end = code.b.sub(m, code.b.srem(code.b.sub(m, first), code.whole(size)))
+        code.each(first, end, size, lambda at, size=size: body(at, size))  # type: ignore[misc]
+        first = end
+
+
+def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[int], shifted: bool, real: bool) -> Code:
+    """Emit pack(x, x_row, m, target, packed_row, k).
+
+    group: columns of a sum. shifted: sums are whole numbers, -128 times the codes' (`BytesDot.shifted`). real: sums are fp32.
+    """
+    code = Code(module, machine, "pack", [ADDRESS, I64, I64, ADDRESS, I64, I64])
+    x, x_row, m, target, packed_row, k = code.arguments
+    b, four = code.b, code.whole(4)
+
+    def block(first: V, size: int) -> None:
+        codes = code.row(target, first, packed_row)
+        sums = code.row(codes, k, code.whole(size))
+        scales = code.row(sums, b.sdiv(k, code.whole(group)), code.whole(4 * size))
+
+        def row(index: V) -> None:
+            source, offset = code.row(x, b.add(first, index), x_row), b.mul(index, four)
+            inverse, scale = _scales(code, source, k)
+            code.store(scale, code.at(scales, offset))
+
+            def one_group(g: V) -> None:
+                begin = b.mul(g, code.whole(group))
+
+                def step(i: V, total: list[V]) -> list[V]:
+                    column = b.add(begin, i)
+                    found = _codes(code, code.load(F32, code.row(source, column, four), code.width), inverse)
+                    words = b.bitcast(b.trunc(found, ir.VectorType(I8, code.width)), ir.VectorType(I32, code.width // 4))
+                    place = code.at(code.row(codes, column, code.whole(size)), offset)
+                    for part in range(code.width // 4):
+                        code.store(code.lane(words, part), code.at(place, 4 * size * part))
+                    return [b.add(total[0], found)]
+
+                lanes = code.loop(code.whole(0), code.whole(group), code.width, [code.bits(0, code.width)], step)[0]
+                total = code.fold(lanes, b.add)
+                if shifted:
+                    total = b.mul(total, code.bits(-SIGNED_SHIFT))
+                code.store(b.sitofp(total, F32) if real else total, code.at(code.row(sums, g, code.whole(4 * size)), offset))
+
+            code.each(code.whole(0), b.sdiv(k, code.whole(group)), 1, one_group)
+
+        code.each(code.whole(0), code.whole(size), 1, row)
+
+    each_block(code, m, sizes, block)
+    return code.end()
+
+
+def _scales(code: Code, source: V, k: V) -> tuple[V, V]:
+    """(127 / max |x| in every lane, max |x| / 127). The bits of |x| are in order as whole numbers, NaN above infinity."""
+    b, width = code.b, code.width
+    sign = code.bits(0x7FFFFFFF, width)
+
+    def larger(one: V, two: V) -> V:
+        return b.select(b.icmp_signed(">", one, two), one, two)
+
+    def most(i: V, best: list[V]) -> list[V]:
+        return [larger(best[0], b.and_(code.load(I32, code.row(source, i, code.whole(4)), width), sign))]
+
+    top = code.fold(code.loop(code.whole(0), k, width, [code.bits(0, width)], most)[0], larger)
+    finite, large = b.icmp_signed("<", top, code.bits(INFINITY_BITS)), b.icmp_signed(">=", top, code.bits(LEAST_BITS))
+    size = b.bitcast(top, F32)
+    inverse = b.select(b.and_(finite, large), b.fdiv(code.real(LARGEST_CODE), size), code.real(0.0))
+    scale = b.select(finite, b.select(large, b.fdiv(size, code.real(LARGEST_CODE)), code.real(0.0)), code.real(float("nan")))
+    return code.splat(inverse, width), scale
+
+
+def _codes(code: Code, values: V, inverse: V) -> V:
+    """Codes as whole numbers; whatever they are where the row's scale is NaN."""
+    b, width = code.b, code.width
+    rounded = b.fadd(b.fmul(values, inverse), code.real(ROUNDING, width))
+    bits = b.shl(b.bitcast(rounded, ir.VectorType(I32, width)), code.bits(24, width))
+    return b.ashr(bits, code.bits(24, width))
