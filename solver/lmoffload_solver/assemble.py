@@ -23,6 +23,7 @@ from lmoffload_solver.plan import (
 from lmoffload_solver.program import Program
 from lmoffload_solver.rounding import Placement
 from lmoffload_solver.value import Resource, Tier
+from lmoffload_solver.workload import Workload
 
 GIB = 2**30
 GIGABYTE = 1e9
@@ -76,8 +77,15 @@ def assemble(evaluator: Evaluator, found: Found, digest: str, *, cut_short: bool
         shadow_prices=_shadow_prices(evaluator, candidate, tokens),
         solve_s=found.solve_s,
         programs_solved=found.programs_solved,
-        remarks=evaluator.machine.remarks,
+        remarks=(*evaluator.machine.remarks, *_unused_quality(workload)),
     )
+
+
+def _unused_quality(workload: Workload) -> tuple[str, ...]:
+    """A looser class that was allowed and is not made use of is told."""
+    if workload.quality == "exact":
+        return ()
+    return (f"Quality {workload.quality} is allowed, but on machines without a device only exact plans are made yet; this one is exact.",)
 
 
 def peak_bytes(evaluator: Evaluator, candidate: Candidate, placement: Placement) -> int:

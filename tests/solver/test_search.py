@@ -282,3 +282,10 @@ def test_an_80_layer_model_is_planned_quickly() -> None:
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
     assert time.perf_counter() - begin < 4, "a second and a half on a quiet machine"
+
+
+def test_a_looser_quality_that_is_not_made_use_of_is_told() -> None:
+    work = make_work().model_copy(update={"quality": "int4"})
+    outcome = solve(make_model(), make_machine(), work, Limits())
+    assert isinstance(outcome, Optimal)
+    assert any("only exact plans" in remark for remark in outcome.plan.remarks)
