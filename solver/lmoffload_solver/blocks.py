@@ -109,8 +109,10 @@ class StepSeconds:
 class JobCosts:
     """Computing costs of a job's blocks at one number of threads. Costs of a run of sequences are differences of running sums."""
 
-    def __init__(self, model: ModelShape, workload: Workload, costs: MachineCosts, steps: tuple[Step, ...] | None = None) -> None:
-        self.model, self.costs = model, costs
+    def __init__(
+        self, model: ModelShape, workload: Workload, costs: MachineCosts, steps: tuple[Step, ...] | None = None, kv_format: str = "fp32"
+    ) -> None:
+        self.model, self.costs, self.kv_format = model, costs, kv_format
         self.lengths = lengths_of(workload)
         self.steps = (Step(0, 1.0), *decode_steps(workload.gen_len)) if steps is None else steps
         """The prefill, then the decode steps that are priced."""
@@ -170,9 +172,9 @@ class JobCosts:
     def _attention_sums(self, kind: LayerKind, step: int) -> Array:
         lengths, inverse = self._distinct
         if step == 0:
-            seconds = self.costs.prefill_attention_seconds(kind.shape, lengths)
+            seconds = self.costs.prefill_attention_seconds(kind.shape, lengths, self.kv_format)
         else:
-            seconds = self.costs.decode_attention_seconds(kind.shape, [length + step for length in lengths])
+            seconds = self.costs.decode_attention_seconds(kind.shape, [length + step for length in lengths], self.kv_format)
         return _running(seconds[inverse])
 
 
