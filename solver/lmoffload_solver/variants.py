@@ -69,6 +69,10 @@ class Variant:
         return loss_of(table, *self.parts(kernels))
 
 
+EXACT = Variant()
+"""As the checkpoint stores it."""
+
+
 @dataclass(frozen=True)
 class Offered:
     """What a quality class, the machine's measurements and the model's measured losses leave to choose from."""
@@ -120,7 +124,8 @@ def kept_as(model: ModelShape, formats: Mapping[TensorClass, str]) -> ModelShape
     """The model with the matrices of some classes in other formats."""
     if not formats:
         return model
-    return model.with_formats({t.name: formats[t.tensor_class] for t in model.tensors if t.tensor_class in formats and _is_choice(model, t)})
+    turned = [tensor for tensor in model.tensors if tensor.tensor_class in formats and _is_choice(model, tensor)]
+    return model.with_formats({tensor.name: formats[tensor.tensor_class] for tensor in turned})
 
 
 def _is_choice(model: ModelShape, tensor: TensorShape) -> bool:
