@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from lmoffload_solver.value import Resource, Tier
 
 Array = npt.NDArray[np.float64]
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 COMPUTE_RESOURCE: dict[Tier, Resource] = {"device": "device", "host": "host_compute"}
 """The server that computes where a tier's memory is."""
@@ -181,12 +182,12 @@ class DiskCosts:
         rate = float(rate_at(curve, num_bytes / num_requests))
         return num_bytes / rate + (latency.latency_s if latency is not None else 0.0)
 
-    @cached_property
-    def best_read_rate(self) -> float:
-        """Bytes per second that no unit's read exceeds."""
+    def best_rate(self, largest_bytes: float) -> float:
+        """Bytes per second that no read of a unit of at most `largest_bytes` exceeds."""
+        size = min(max(largest_bytes, 1.0), READ_REQUEST_BYTES)
         curves = self._read.values()
-        within = [rate for c in curves for size, rate in zip(c.x, c.y, strict=True) if size <= READ_REQUEST_BYTES]
-        return max([*within, *(float(rate_at(curve, READ_REQUEST_BYTES)) for curve in curves)])
+        within = [rate for c in curves for at, rate in zip(c.x, c.y, strict=True) if at <= size]
+        return max([*within, *(float(rate_at(curve, size)) for curve in curves)])
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class MachineCosts:
         if not on_disk:
             return 0.0
         latency = self.machine.overheads.random_read_s / self.disk.io_threads
-        return latency + counting.row_bytes(model.embedding) / self.disk.best_read_rate
+        return latency + counting.row_bytes(model.embedding) / self.disk.best_rate(READ_REQUEST_BYTES)
 
 
 def num_requests(piece_bytes: Sequence[int]) -> int:

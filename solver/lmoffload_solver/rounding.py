@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise, product
 from typing import Literal
 
@@ -40,7 +40,7 @@ Stream = Literal["layer", "matrix"]
 """What streams at once: all streamed matrices of a layer, or each alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """What is computed of a layer between two switches of micro-batch: the whole layer, or from one streamed matrix to the next."""
 
@@ -50,9 +50,9 @@ class Part:
     """Places in the layer's list of matrices."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
-    """A set of a layer's matrices to stream."""
+    """A set of a layer's matrices to stream; each is made once, so that it is compared by identity."""
 
     aligned: int
     stored: int
@@ -62,11 +62,11 @@ class Level:
     slot: int
     """Bytes of a ring buffer that holds its largest part."""
 
-    @property
+    @cached_property
     def num_streaming(self) -> int:
         return sum(part.stored > 0 for part in self.parts)
 
-    @property
+    @cached_property
     def largest_part(self) -> int:
         return max(part.stored for part in self.parts)
 
@@ -157,8 +157,9 @@ class Rounding:
         self.layers_aligned = sum(ladder.whole for ladder in self.ladders)
         self.all_bytes = self.layers_aligned + self._homes(True, True)
         self.num_units = sum(ladder.most_parts for ladder in self.ladders)
+        self.placements = cache(self._placements)
 
-    def placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> Iterator[Placement]:
+    def _placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> tuple[Placement, ...]:
         """Different placements whose homes and ring buffers fit `budget` bytes; none where nothing fits."""
         found: dict[Placement, None] = {}
         few = self.model.num_layers <= FEW_LAYERS
@@ -169,7 +170,7 @@ class Rounding:
                     placement = self._fill(budget, prefetch_depth, size, head_at_home, embedding_at_home, sparse=sparse)
                     if placement.memory_bytes <= budget:
                         found[placement] = None
-        yield from found
+        return tuple(found)
 
     def least(self, prefetch_depth: int = 0) -> Placement:
         """The placement that needs least memory."""
