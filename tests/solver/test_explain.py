@@ -77,6 +77,4 @@ def test_what_quantization_saves_and_costs() -> None:
         assert 1.5 * read < saved <= (32 / 9 - 1) * read, "16 bits against 4.5, and larger reads are quicker"
         assert by_phase[phase].spent_s["host_compute"] > 0
     priced = {alternative.change: alternative.tokens_per_s for alternative in told.alternatives}
-    stored = priced["weights as stored"]
-    assert stored is not None
-    assert stored < outcome.plan.predicted.tokens_per_s
+    assert priced["weights as stored"] is None, "a tenth of the weights' memory does not hold their buffers"
