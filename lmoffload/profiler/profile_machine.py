@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmoffload.profiler.child import ask_child
+from lmoffload.profiler.apart import ask_child
 from lmoffload.profiler.limits import read_limits
 from lmoffload.profiler.processor import host_processor, versions
 from lmoffload.profiler.progress import Clock, Progress

