@@ -11,13 +11,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from lmoffload.profiler.progress import Progress
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import Disk, MachineProfile
+
+Hear = Callable[[dict[str, Any]], None]
 
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
 HANGS_S = 1800.0
@@ -32,8 +35,10 @@ def profile_apart(
     disk_path: Path,
     on_progress: Callable[[Progress], None] | None = None,
     on_remark: Callable[[str], None] = lambda remark: None,
+    formats: Sequence[str] | None = None,
+    budget_s: float | None = None,
 ) -> MachineProfile:
-    """`profiler.profile` in a process of its own.
+    """`profile_machine.profile` in a process of its own; the same arguments, and
 
     Args:
         on_remark: takes sentences about how the other process's threads wait.
@@ -48,7 +53,8 @@ def profile_apart(
         elif on_progress is not None:
             on_progress(Progress(**told))
 
-    answer = ask_child("profile", HANGS_S, {"quick": quick, "disk_path": os.fspath(disk_path)}, hear=hear)
+    arguments = {"quick": quick, "disk_path": os.fspath(disk_path), "formats": formats, "budget_s": budget_s}
+    answer = ask_child("profile", HANGS_S, arguments, hear=hear)
     return MachineProfile.model_validate_json(answer["profile"])
 
 
@@ -67,18 +73,30 @@ def ask_child(
     arguments: dict[str, Any] | None = None,
     *,
     default_threads: bool = False,
-    hear: Callable[[dict[str, Any]], None] = lambda told: None,
+    hear: Hear = lambda told: None,
 ) -> dict[str, Any]:
-    """Run one of `child.MEASUREMENTS` in a fresh interpreter, which ends with this call whatever happens.
+    """The answer of one of `child.MEASUREMENTS`, made in a fresh interpreter; see `started`.
+
+    Args:
+        hear: called with what it tells while it goes on.
+
+    Raises:
+        StatedError: it failed or took too long.
+    """
+    with started(what, timeout_s, arguments, default_threads=default_threads) as answer:
+        return answer(hear)
+
+
+@contextmanager
+def started(
+    what: str, timeout_s: float, arguments: dict[str, Any] | None = None, *, default_threads: bool = False
+) -> Iterator[Callable[[Hear], dict[str, Any]]]:
+    """Start a measurement in a fresh interpreter, which ends with this context whatever happens; gives what waits for its answer.
 
     Args:
         timeout_s: it is killed after that.
         arguments: the measurement's own.
         default_threads: leave out of its environment what tells OpenMP how to wait.
-        hear: called with what it tells while it goes on.
-
-    Raises:
-        StatedError: it failed or took too long.
     """
     environment = {name: value for name, value in os.environ.items() if not default_threads or name not in WAIT_VARIABLES}
     # The child may have to be killed, so that its files must be ours to remove.
@@ -95,23 +113,26 @@ def ask_child(
             late.set()
             child.kill()
 
+        def wait(hear: Hear) -> dict[str, Any]:
+            answer = _listen(child, hear)
+            if answer is not None:
+                return answer
+            if late.is_set():
+                raise StatedError(f"The measurement of {what} took more than {timeout_s:.0f} s.")
+            last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+            raise StatedError(f"The measurement of {what} failed: {' '.join(last) or f'exit code {child.wait()}'}")
+
         watch = threading.Timer(timeout_s, stop)
         watch.daemon = True
         watch.start()
         try:
-            answer = _listen(child, hear)
+            yield wait
         finally:
             watch.cancel()
             _end(child)
-        if answer is not None:
-            return answer
-        if late.is_set():
-            raise StatedError(f"The measurement of {what} took more than {timeout_s:.0f} s.")
-        last = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-        raise StatedError(f"The measurement of {what} failed: {' '.join(last) or f'exit code {child.returncode}'}")
 
 
-def _listen(child: subprocess.Popen[str], hear: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+def _listen(child: subprocess.Popen[str], hear: Hear) -> dict[str, Any] | None:
     """The answer, or None where the child ends without one."""
     assert child.stdout is not None
     for line in child.stdout:

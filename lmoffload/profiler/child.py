@@ -73,14 +73,14 @@ def default_threads(say: Say) -> dict[str, Any]:
     return {"seconds": sample.median_s, "threads": torch.get_num_threads()}
 
 
-def profile(say: Say, quick: bool, disk_path: str) -> dict[str, Any]:
+def profile(say: Say, disk_path: str, **choices: Any) -> dict[str, Any]:
     """A whole profile."""
     for remark in prepare_threads():
         say({"remark": remark})
     prepare_allocator()
     from lmoffload.profiler.profile_machine import profile as measure
 
-    measured = measure(quick=quick, disk_path=Path(disk_path), on_progress=lambda progress: say(asdict(progress)))
+    measured = measure(disk_path=Path(disk_path), on_progress=lambda progress: say(asdict(progress)), **choices)
     return {"profile": measured.model_dump_json()}
 
 

@@ -42,8 +42,7 @@ def plan_for(checkpoint: Checkpoint, lengths: list[int], gen_len: int, share: fl
     return outcome.plan
 
 
-@pytest.mark.parametrize("num_layers", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "num_layers"), [*((family, 4) for family in FAMILIES), ("llama", 2), ("gemma2", 2)])
 def test_tiny_models(tmp_path, family, num_layers):
     checkpoint = open_checkpoint(tiny_checkpoint(family, tmp_path / "model", num_layers=num_layers, dtype="bf16"))
     texts = prompts(checkpoint.shape.vocab_size)
@@ -80,7 +79,7 @@ def tokens(smollm2: Checkpoint) -> list[list[int]]:
 def test_smollm2(smollm2, tokens, trained_reference):
     model = trained_reference()
     expected = [[token for token in greedy(model, text, 12) if token != 2] for text in tokens]
-    for micro_batch in (1, 2, 3, 5):
+    for micro_batch in (1, 3):
         plan = plan_for(smollm2, [len(text) for text in tokens], 12, 0.4, micro_batch)
         with Engine(smollm2, plan) as engine:
             done = engine.generate([Request(str(i), tuple(text), 12) for i, text in enumerate(tokens)])
