@@ -29,7 +29,7 @@ def test_a_profile_in_very_little_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert {(curve.kernel, curve.format) for curve in measured.linear} == {
         (kernel, name) for name in ("bf16", "int8") for kernel in kernels_for(name)
     }
-    assert {(rate.work, rate.format) for rate in measured.rates} == {(work, name) for work in ("quantize", "dequantize") for name in QUANTIZED}
+    assert {(rate.work, rate.format) for rate in measured.rates} == {(w, name) for w in ("quantize", "dequantize") for name in QUANTIZED}
     assert [(pair.first, pair.second, pair.format) for pair in measured.contention] == [
         ("disk_read", "host_compute", name) for name in ("bf16", "int4-g64")
     ]
