@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt", "gpt_neox")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt", "gpt_neox", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe")
 VOCAB_SIZE = 128
 HIDDEN_SIZE = 64
 WINDOW = 6
@@ -25,6 +25,8 @@ _COMMON: Mapping[str, Any] = {
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "llama": _GROUPED,
     "qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
@@ -32,6 +34,14 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 16},
     "gemma2": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32},
     "gemma3": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32},
+    "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "qwen3_moe": {**_GROUPED, **_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen2_moe": {
+        **_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "use_sliding_window": True,
+        "sliding_window": WINDOW, "max_window_layers": 3,
+    },
+    "olmoe": {**_GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 8.0},
+    "granitemoe": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
     "phi3": {**_GROUPED, "original_max_position_embeddings": 256},
     "opt": {**_COMMON, "ffn_dim": 96, "init_std": 0.5, "dropout": 0.0},
     "gpt_neox": {**_COMMON, "intermediate_size": 96, "hidden_dropout": 0.0},
@@ -64,6 +74,11 @@ def tiny_model(
         "phi3": ("Phi3Config", "Phi3ForCausalLM"),
         "opt": ("OPTConfig", "OPTForCausalLM"),
         "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+        "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+        "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+        "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+        "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     }
     config_class, model_class = (getattr(transformers, name) for name in classes[family])
     fields = {**_FIELDS[family], "num_hidden_layers": num_layers, "eos_token_id": eos_token_id, **changes}

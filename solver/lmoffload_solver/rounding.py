@@ -76,7 +76,7 @@ class Ladder:
 
     def __init__(self, matrices: tuple[TensorShape, ...], stream: Stream) -> None:
         stored = [counting.tensor_bytes(t) for t in matrices]
-        aligned = [aligned_bytes(size) for size in stored]
+        aligned = [aligned_bytes(size, t.num_runs) for size, t in zip(stored, matrices, strict=True)]
         levels: dict[tuple[int, int], Level] = {}
         for chosen in _subsets(stored):
             total = sum(aligned[i] for i in chosen)
