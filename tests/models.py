@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt", "gpt_neox", "mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt", "gpt_neox")
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe")
 VOCAB_SIZE = 128
 HIDDEN_SIZE = 64
 WINDOW = 6
@@ -55,7 +56,7 @@ def tiny_model(
     """A tiny random transformers model for causal language modelling, in evaluation mode.
 
     Args:
-        family: one of FAMILIES.
+        family: one of FAMILIES or EXPERT_FAMILIES.
         dtype: "fp32", "bf16" or "fp16".
         tied: whether head and embedding are one; None: as the family has it.
         eos_token_id: None: no token ends a sequence.

@@ -41,7 +41,7 @@ def assemble(name: str, config: Mapping[str, Any], stored: Mapping[str, TensorSo
         StatedError: a tensor is missing, of another shape, of an unsupported type, or consumed by nothing.
     """
     family = family_of(config, config_what)
-    named = _parameter_names(family, config, stored, config_what)
+    named = _parameter_names(family, config, stored, what, config_what)
     remarks: list[str] = []
     tied = is_tied(family, config, config_what)
     if tied:
@@ -55,7 +55,7 @@ def assemble(name: str, config: Mapping[str, Any], stored: Mapping[str, TensorSo
 
 
 def _parameter_names(
-    family: Family, config: Mapping[str, Any], stored: Mapping[str, TensorSource], config_what: str
+    family: Family, config: Mapping[str, Any], stored: Mapping[str, TensorSource], what: str, config_what: str
 ) -> dict[str, TensorSource]:
     """Stored names made the parameter names of transformers: older names, base models saved without their prefix, and experts that are
     stored one by one, as transformers' `conversion_mapping.py` has them."""
@@ -71,11 +71,11 @@ def _parameter_names(
             parameter = family.prefix + parameter
         named[name if parameter in named else parameter] = source
     for name, stored_names in parts.items():
-        _join(name, shapes[name].shape, stored_names, named, config_what)
+        _join(name, shapes[name].shape, stored_names, named, what)
     return named
 
 
-def _join(name: str, shape: tuple[int, ...], parts: Sequence[str], named: dict[str, TensorSource], config_what: str) -> None:
+def _join(name: str, shape: tuple[int, ...], parts: Sequence[str], named: dict[str, TensorSource], what: str) -> None:
     """Replace the parts of a parameter by the parameter, where all of them are there and fit."""
     found = [named[part] for part in parts if part in named]
     part_shape = (prod(shape[:-1]) // len(parts), shape[-1])
@@ -83,11 +83,11 @@ def _join(name: str, shape: tuple[int, ...], parts: Sequence[str], named: dict[s
         return
     for part in parts:
         if part not in named:
-            raise StatedError(f"The checkpoint of the {config_what} lacks the tensor {part} (incomplete download?).")
+            raise StatedError(f"The {what} lacks the tensor {part} (incomplete download?).")
         if (named[part].shape, named[part].format) != (part_shape, found[0].format):
             raise StatedError(
-                f"The tensor {part} is stored as {named[part].format} with shape {list(named[part].shape)}, where the {config_what} "
-                f"and the other experts ask for {found[0].format} with {list(part_shape)}."
+                f"The {what} stores {part} as {named[part].format} with shape {list(named[part].shape)}, where its configuration and "
+                f"the other experts ask for {found[0].format} with {list(part_shape)}."
             )
     for part in parts:
         del named[part]

@@ -69,6 +69,7 @@ def _read(file: Path, offset: int, num_bytes: int, name: str) -> npt.NDArray[np.
         raise StatedError(f"The weight file {file} cannot be read: {error.strerror or error}.") from error
     if data.size != num_bytes:
         raise StatedError(
-            f"The weight file {file} ends within the tensor {name}: {data.size} bytes at {offset} where {num_bytes} are expected."
+            f"The weight file {file} ends within the tensor {name}: {data.size} bytes at {offset} where {num_bytes} are expected; "
+            "it has changed since it was opened."
         )
     return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def dequantized(checkpoint: Checkpoint, stored: Checkpoint) -> Any:
         for tensor in stored.shape.tensors:
             if tensor.format in QUANTIZED:
                 data = torch.from_numpy(stored.read_array(tensor.name))
-                wide = reference_widen(Matrix(data, tensor.format, tensor.shape[0], tensor.shape[1]))
-                parameters[tensor.name].copy_(wide)
+                wide = reference_widen(Matrix(data, tensor.format, prod(tensor.shape[:-1]), tensor.shape[-1]))
+                parameters[tensor.name].copy_(wide.view(tensor.shape))
     return model
 
 
@@ -55,7 +56,7 @@ def round_activations(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("kernel", ["widen_tiles", "fused_dot"])
-@pytest.mark.parametrize(("family", "format_name"), [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8")])
+@pytest.mark.parametrize(("family", "format_name"), [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8"), ("mixtral", "int4-g32")])
 def test_weight_only_formats_give_the_tokens_of_the_dequantized_model(tiny, tmp_path, family, format_name, kernel):
     checkpoint = tiny(family, dtype="bf16")
     formats, texts = formats_of(checkpoint, format_name), prompts(checkpoint.shape.vocab_size)
