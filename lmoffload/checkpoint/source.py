@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import FORMATS
 
-STORED_FORMATS = ("fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1")
+STORED_FORMATS = tuple(FORMATS)
 """Formats of stored tensors that are read in place."""
 
 

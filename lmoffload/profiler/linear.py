@@ -13,7 +13,7 @@ from lmoffload.profiler.memory import rotation_bytes
 from lmoffload.profiler.overheads import product_s
 from lmoffload.profiler.samples import Sample, repeat
 from lmoffload.profiler.weights import WeightSlab
-from lmoffload_solver.formats import FORMATS
+from lmoffload_solver.formats import FORMATS, format_of
 from lmoffload_solver.machine import LinearCurve
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 QUICK_ROWS = (4, 16, 64, 256, 1024)
 """One row is computed as four."""
+QUICK_FORMATS = ("fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
+"""Formats of most files; the full profile has all of them."""
 LEAST_POINTS = 2
 SHAPES = ((5632, 2048), (1536, 576))
 """[N, K]: the feed-forward layer of a 1.1B model, and that of a 135M one."""
@@ -58,7 +60,7 @@ def linear_curves(
     num_bytes, beyond = rotation_bytes()
     slab, rows = WeightSlab(num_bytes), QUICK_ROWS if quick else ROWS
     call_s = {pool.threads: product_s(pool, 16, 16, budget_s * 0.01, 0.0) for pool in pools}
-    cases = list(_cases(pools, tuple(FORMATS) if formats is None else formats))
+    cases = list(_cases(pools, (QUICK_FORMATS if quick else tuple(FORMATS)) if formats is None else formats))
     end = time.perf_counter() + budget_s
     found, cut = [], 0
     for index, case in enumerate(cases):
@@ -89,7 +91,8 @@ def _cases(pools: Sequence[Pool], formats: Sequence[str]) -> Iterator[Case]:
         for kernel in kernels_for(format_name):
             for pool in pools:
                 for n, k in SHAPES:
-                    yield Case(kernel, format_name, pool, n, k)
+                    if k % format_of(format_name).block_elements == 0:
+                        yield Case(kernel, format_name, pool, n, k)
 
 
 def _weight(case: Case) -> float:
