@@ -139,13 +139,16 @@ _GGUF_NAMES = {
 
 def tiny_gguf(
     family: str, path: Path, kind: str = "F32", num_layers: int = 4, tied: bool | None = None, seed: int = 0,
-    metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None, **changes: Any,
+    metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None, kinds: Mapping[str, str] | None = None,
+    **changes: Any,
 ) -> Path:  # fmt: skip
     """Write a tiny random model as llama.cpp's converter would, without a tokenizer.
 
     Args:
         family: one of GGUF_FAMILIES.
-        kind: GGUF type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or another that `gguf.quants` can write.
+        kind: GGUF type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or another that `gguf.quants` can write; K-quants,
+            which it cannot, hold random weights.
+        kinds: other types of some matrices, by the part of a GGUF name that is not the layer's ("ffn_down").
         metadata: further metadata: a string or a positive whole number for each key.
         tensors: further fp32 tensors, by GGUF name.
 
@@ -182,7 +185,9 @@ def tiny_gguf(
         data = parameter.detach().numpy()
         if family == "llama" and (".q_proj." in name or ".k_proj." in name):
             data = _llama_cpp_permute(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
-        _add_tensor(writer, _gguf_name(name), data, kind if data.ndim == 2 else "F32")
+        gguf_name = _gguf_name(name)
+        chosen = (kinds or {}).get(gguf_name.split(".")[-2], kind)
+        _add_tensor(writer, gguf_name, data, chosen if data.ndim == 2 else "F32")
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -209,4 +214,21 @@ def _add_tensor(writer: Any, name: str, data: Any, kind: str) -> None:
     import gguf
 
     tensor_type = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        writer.add_tensor(name, _random_k_blocks(data.shape, kind.lower(), seed=len(writer.tensors[0])), raw_dtype=tensor_type)
+        return
     writer.add_tensor(name, gguf.quants.quantize(data, tensor_type), raw_dtype=tensor_type)
+
+
+def _random_k_blocks(shape: Sequence[int], format_name: str, seed: int) -> Any:
+    """uint8 [rows, row bytes]: random blocks whose weights are of about the size that answers clearly."""
+    import numpy as np
+
+    from lmoffload.profiler.weights import SCALE_PLACES
+    from lmoffload_solver.formats import FORMATS
+
+    random, fmt, (places, size) = np.random.default_rng(seed), FORMATS[format_name], SCALE_PLACES[format_name]
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // fmt.block_elements, fmt.block_bytes), np.uint8)
+    for place in places:
+        blocks[:, place : place + 2] = (size * random.uniform(3, 9, (len(blocks), 1))).astype(np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
