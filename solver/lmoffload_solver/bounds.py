@@ -17,7 +17,8 @@ import numpy as np
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import BatchSizes, Block
 from lmoffload_solver.candidate import Candidate, Domain
-from lmoffload_solver.costs import PHASES, Array, Contention, Phase
+from lmoffload_solver.costs import PHASES, Contention, Phase
+from lmoffload_solver.counting import Array
 from lmoffload_solver.prices import Prices
 from lmoffload_solver.rounding import Stream
 from lmoffload_solver.schedule import aligned_bytes, largest_read

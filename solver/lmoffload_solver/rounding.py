@@ -76,7 +76,7 @@ class Ladder:
 
     def __init__(self, matrices: tuple[TensorShape, ...], stream: Stream) -> None:
         stored = [counting.tensor_bytes(t) for t in matrices]
-        aligned = [aligned_bytes(size) for size in stored]
+        aligned = [aligned_bytes(size, t.num_runs) for size, t in zip(stored, matrices, strict=True)]
         levels: dict[tuple[int, int], Level] = {}
         for chosen in _subsets(stored):
             total = sum(aligned[i] for i in chosen)
@@ -234,18 +234,26 @@ class Rounding:
         self, goal: int, best: Sequence[Level], buffer: int, depth: int, head_at_home: bool, embedding_at_home: bool, sparse: bool
     ) -> Placement:
         """The layers stream at least `goal` bytes together, no layer more than its level of `best`."""
+        rough = sum(level.aligned for level in self._levels(goal, best, buffer, sparse))
+        layers = self._levels(rough, best, buffer, sparse)  # whole matrices come to more than the goal: spread what they come to
+        streamed = sum(level.aligned for level in layers)
+        pieces, slots, slot = self._ring(layers, depth, head_at_home)
+        home = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
+        return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
+
+    def _levels(self, goal: int, best: Sequence[Level], buffer: int, sparse: bool) -> list[Level]:
+        """What each layer streams: the running sum follows its even share of the goal."""
         most = sum(level.aligned for level in best)
-        layers, streamed, share = [], 0, 0
+        layers: list[Level] = []
+        streamed = share = 0
         for ladder, level in zip(self.ladders, best, strict=True):
             share += level.aligned
-            wanted = goal * share / most - streamed if most else 0
+            wanted = (goal * share - streamed * most) / most if most else 0.0
             chosen = ladder.at_least(wanted, buffer) if wanted > 0 else ladder.levels[0]
             chosen = level if chosen.aligned > level.aligned or (sparse and wanted > 0) else chosen
             layers.append(chosen)
             streamed += chosen.aligned
-        pieces, slots, slot = self._ring(layers, depth, head_at_home)
-        home = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
-        return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
+        return layers
 
     def _ring(self, layers: Sequence[Level], depth: int, head_at_home: bool) -> tuple[tuple[int, ...], int, int]:
         """Head pieces, ring buffers, and bytes of one, as the schedule makes them."""
