@@ -14,13 +14,13 @@ from typing import Literal
 import numpy as np
 
 from lmoffload_solver import counting
-from lmoffload_solver.counting import Array
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import AttentionCurve, Curve, Disk, LinearCurve, MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
 
+Array = counting.Array
 Phase = Literal["prefill", "decode"]
 
 COMPUTE_RESOURCE: dict[Tier, Resource] = {"device": "device", "host": "host_compute"}
