@@ -31,7 +31,7 @@ class Template:
     when: tuple[str, ...] = ()
     is_table: bool = False
     parts: tuple[str, ...] = ()
-    """Stored tensors that each expert's matrix is made of, rows after rows, where checkpoints keep experts apart; `{expert}` numbers them."""
+    """Stored tensors that each expert's matrix is made of, rows after rows, where checkpoints keep experts apart; `{expert}` is which."""
 
 
 @dataclass(frozen=True, slots=True)
