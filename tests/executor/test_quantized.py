@@ -54,7 +54,10 @@ def round_activations(model: Any, names: Iterable[str]) -> Any:
 
 
 @pytest.mark.parametrize("kernel", ["widen_tiles", "fused_dot"])
-@pytest.mark.parametrize(("family", "format_name"), [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8"), ("mixtral", "int4-g32")])
+@pytest.mark.parametrize(
+    ("family", "format_name"),
+    [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8"), ("mixtral", "int4-g32")],
+)
 def test_weight_only_formats_give_the_tokens_of_the_dequantized_model(tiny, tmp_path, family, format_name, kernel):
     checkpoint = tiny(family, dtype="bf16")
     formats, texts = formats_of(checkpoint, format_name), prompts(checkpoint.shape.vocab_size)
