@@ -19,6 +19,7 @@ from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.weights import WeightStore
+from lmoffload.kernels.decode_attention import decode_kernel
 from lmoffload.kernels.linear import KERNELS, verify_row_invariance
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import bind
@@ -101,6 +102,7 @@ class Engine:
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
             self._check_rows()
+            decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
             self._blocks = BlockRunner(model, units, plan, runtime, self.weights, self._reader, self.meter)
         except BaseException:
             self.close()
@@ -224,7 +226,9 @@ class Engine:
         size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         made = [
-            MicroBatch(i % per_block, batch, self.shape, self._pool, counting.token_multiple(self.shape), every_logit, keep_logits)
+            MicroBatch(
+                i % per_block, batch, self.shape, self.plan.kv.format, self._pool, counting.token_multiple(self.shape), every_logit, keep_logits
+            )
             for i, batch in enumerate(batches)
         ]
         blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]

@@ -14,11 +14,13 @@ import torch
 from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.request import Request
 from lmoffload.executor.sampling import Sampler
-from lmoffload.kernels.attention import decode_attention, prefill_attention
+from lmoffload.kernels.attention import prefill_attention
+from lmoffload.kernels.decode_attention import decode_attention
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import lookup
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import KVFormat
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class MicroBatch:
         index: int,
         rows: Sequence[Row],
         shape: ModelShape,
+        formats: KVFormat,
         pool: Pool,
         token_multiple: int,
         every_logit: bool = False,
@@ -66,6 +69,7 @@ class MicroBatch:
         self.index = index
         self.rows = list(rows)
         self._layers = shape.layers
+        self._formats = formats
         self._row_tokens = [len(row.tokens) + row.request.max_new_tokens for row in rows]
         self.cache: KVCache | None = None
         self._pool = pool
@@ -84,11 +88,11 @@ class MicroBatch:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that this micro-batch's cache takes."""
-        return kv_bytes(self._layers, self._row_tokens)
+        return kv_bytes(self._layers, self._row_tokens, self._formats)
 
     def allocate(self) -> None:
         """Allocate the cache."""
-        self.cache = KVCache(self._layers, self._row_tokens)
+        self.cache = KVCache(self._layers, self._row_tokens, self._formats)
 
     def release(self) -> None:
         """Drop the cache."""
@@ -166,7 +170,7 @@ class MicroBatch:
         cache = self.cache.layers[layer]
         if self._prefill:
             for row, (begin, end) in zip(packed.rows, packed.segments, strict=True):
-                cache.store_prompt(int(row), key[begin:end], value[begin:end])
+                cache.store_prompt(int(row), key[begin:end], value[begin:end], self._pool)
             window = cache.shape.window
             return prefill_attention(
                 query, key, value, packed.segments, scaling=scaling, window=window, softcap=softcap, sinks=sinks, pool=self._pool
@@ -176,21 +180,9 @@ class MicroBatch:
         cache.store_tokens(rows, positions, key[:count], value[:count])
         out = torch.zeros(query.shape[0], query.shape[1], value.shape[2])
         out[:count] = decode_attention(
-            query[:count].contiguous(),
-            cache.keys,
-            cache.values,
-            torch.from_numpy(cache.key_starts[rows]),
-            torch.from_numpy(cache.value_starts[rows]),
-            torch.from_numpy(cache.capacities[rows]),
-            torch.from_numpy(np.minimum(positions + 1, cache.capacities[rows])),
-            num_kv_heads=cache.shape.num_kv_heads,
-            value_dim=cache.shape.value_dim,
-            scaling=scaling,
-            window=None,  # the cache keeps no more than the window
-            softcap=softcap,
-            sinks=sinks,
-            pool=self._pool,
-        )
+            query[:count].contiguous(), cache.keys, cache.values, rows, positions + 1,
+            scaling=scaling, window=cache.shape.window, softcap=softcap, sinks=sinks, pool=self._pool,
+        )  # fmt: skip
         return out
 
     def take_tokens(self, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None) -> list[Row]:

@@ -258,8 +258,8 @@ def num_requests(piece_bytes: Sequence[int]) -> int:
 
 
 def _attention_curve(machine: MachineProfile, phase: str, threads: int) -> Curve:
-    """The curve of the largest number of threads within `threads`, or of the smallest measured."""
-    curves: list[AttentionCurve] = [curve for curve in machine.attention if curve.phase == phase]
+    """The curve over fp32 of the largest number of threads within `threads`, or of the smallest measured."""
+    curves: list[AttentionCurve] = [curve for curve in machine.attention if curve.phase == phase and curve.format == "fp32"]
     if not curves:
         raise StatedError(f"The machine profile {machine.name!r} has no {phase} attention curve; run `lmoffload profile` again.")
     within = [curve for curve in curves if curve.threads <= threads]

@@ -3,16 +3,23 @@ either done or refused, never ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import KV_FORMATS
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
+from lmoffload_solver.value import Quality
 
-KV_FORMAT = "fp32"
-"""Of keys and values on the host, in the exact class."""
+KV_FORMATS_OF: Mapping[Quality, tuple[str, ...]] = {
+    "exact": KV_FORMATS[:1],
+    "int8": tuple(name for name in KV_FORMATS if not name.startswith("int4")),
+    "int4": KV_FORMATS,
+    "any": KV_FORMATS,
+}
+"""Formats of keys and values on the host that a quality class allows."""
 
 
 def check_plan(model: ModelShape, plan: Plan) -> None:
@@ -76,10 +83,11 @@ def _places(plan: Plan) -> Iterator[str]:
 
 
 def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
-    """Keys and values stay on the host, unquantized."""
+    """Keys and values stay on the host, in a format that the plan's quality class allows."""
+    allowed = KV_FORMATS_OF[plan.quality]
     for what, kept in (("keys", plan.kv.format.key), ("values", plan.kv.format.value)):
-        if kept != KV_FORMAT:
-            yield f"it keeps {what} as {kept:.20}, and they are kept as {KV_FORMAT}"
+        if kept not in allowed:
+            yield f"it keeps {what} as {kept:.20}, and in the quality class {plan.quality} they are kept as {' or '.join(allowed)}"
     for layer, batch, tier in plan.kv.homes:
         if tier != "host":
             yield f"it has keys and values on the {tier}, and they are kept on the host alone"
