@@ -26,7 +26,6 @@ from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
 from lmoffload.modeling.rotary import switches_at
 from lmoffload.modeling.runtime import Runtime
-from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
@@ -226,9 +225,7 @@ class Engine:
         size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         made = [
-            MicroBatch(
-                i % per_block, batch, self.shape, self.plan.kv.format, self._pool, counting.token_multiple(self.shape), every_logit, keep_logits
-            )
+            MicroBatch(i % per_block, batch, self.shape, self.plan.kv.format, self._pool, every_logit, keep_logits)
             for i, batch in enumerate(batches)
         ]
         blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]

@@ -1,6 +1,6 @@
 """Keys and values of one micro-batch in host memory, every row with exactly the room it needs.
 
-How a row lies in each format is said in `lmoffload.kernels.kv_rows`. Where a layer has a sliding window, a row's room is at most the window.
+How a row lies in each format is said in `lmoffload.kernels.kv_rows`. Where a layer has a sliding window, a row has room for it at most.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from lmoffload.kernels.attention import prefill_attention
 from lmoffload.kernels.decode_attention import decode_attention
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import lookup
+from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import KVFormat
@@ -62,7 +63,6 @@ class MicroBatch:
         shape: ModelShape,
         formats: KVFormat,
         pool: Pool,
-        token_multiple: int,
         every_logit: bool = False,
         keep_logits: bool = False,
     ) -> None:
@@ -73,7 +73,7 @@ class MicroBatch:
         self._row_tokens = [len(row.tokens) + row.request.max_new_tokens for row in rows]
         self.cache: KVCache | None = None
         self._pool = pool
-        self._token_multiple = token_multiple
+        self._token_multiple = counting.token_multiple(shape)
         self._every_logit = every_logit
         self._keep_logits = keep_logits
         self._packed: Packed | None = None

@@ -3,13 +3,15 @@
 A line is x = scale * (code + zero): codes of 8 bits, -128..127 (`int8`), or of 4, 0..15 (`int4-g32`); scale is a bf16, zero an int16. With
 low and high the least and largest of the line,
 
-    scale = max((high - low) / 255 or 15, max |x| / 2^14) rounded up to bf16, zero = round(low / scale) - least code, code = round(x / scale) - zero.
+    scale = max((high - low) / levels, max |x| / 2^14) rounded up to bf16, with 255 or 15 levels,
+    zero = round(low / scale) - least code, code = round(x / scale) - zero.
 
 So a number is off by at most half the scale (and 2^-8 of it by rounding), zero itself and a line of zeros are exact, and there is no number
 of fp32 that the format cannot scale. A line that holds a NaN or an infinity has the scale NaN; one whose largest number is below 2^-100
 counts as zeros.
 
-In memory: the codes of a line, 32 bytes, or 16 of which byte i holds numbers i and i + 16; and a parameter of 4 bytes, scale in its low half.
+In memory: the codes of a line, 32 bytes, or 16 of which byte i holds numbers i and i + 16; and a parameter of 4 bytes, scale in the low
+half.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def load_parameters(code: Code, address: V, width: int | None) -> tuple[V, V]:
 
 
 def emit_encode(module: ir.Module, machine: Machine, codec: Codec) -> Code:
-    """Emit encode(x, first, end, target, code_places, parameter_places): lines first..end of x, fp32 [lines, 32], to where the places say."""
+    """Emit encode(x, first, end, target, code_places, parameter_places): lines first..end of x, fp32 [lines, 32], to their places."""
     code = Code(module, machine, "encode", [ADDRESS, I64, I64, ADDRESS, ADDRESS, ADDRESS])
     x, first, end, target, code_places, parameter_places = code.arguments
     b, width = code.b, code.width

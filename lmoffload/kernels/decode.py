@@ -1,7 +1,7 @@
 """Emit decode attention: one query token a row over that row's keys and values, query heads grouped by the key head they share.
 
-Keys and values lie as `kv_rows` says. Scores come oldest token first; token p of a ring of n is at p mod n, so a range of tokens is one run of
-memory, or two.
+Keys and values lie as `kv_rows` says. Scores come oldest token first; token p of a ring of n is at p mod n, so a range of tokens is one run
+of memory, or two.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PARAMETERS = (
     ("window", I64), ("scaling", F32), ("softcap", F32),
 )  # fmt: skip
 """Of the compiled function. Pairs are row * kv_heads + key head. window: larger than any length for none; softcap, sinks: 0 for none.
-scores: fp32 [`score_floats(group, longest span)`]; coefficients: fp32 [`coefficient_floats(group, dim)`]; out_row: bytes from a head to the next,
-whole lines of 32 where values are quantized."""
+scores: fp32 [`score_floats(group, longest span + 31)`]; coefficients: fp32 [`coefficient_floats(group, dim)`]; out_row: bytes from head to
+head, whole lines of 32 where values are quantized."""
 
 
 def coefficient_floats(group: int, dim: int) -> int:
@@ -52,7 +52,7 @@ def emit_decode(module: ir.Module, machine: Machine, key_format: str, value_form
     softmax = emit_softmax(module, machine)
     code = Code(module, machine, "decode_attention", [kind for _, kind in PARAMETERS])
     a = dict(zip((name for name, _ in PARAMETERS), code.arguments, strict=True))
-    b, zero, four = code.b, code.whole(0), code.whole(4)
+    b, four = code.b, code.whole(4)
     keys, values = _Keys(code, a, key_format, sweep, panels.get(key_format)), _Values(code, a, value_format, mix, panels.get(value_format))
 
     def number(name: str, row: V) -> V:
@@ -177,8 +177,8 @@ class _Values:
         def block(start: V) -> None:
             number = code.least(code.whole(KEY_BLOCK), b.sub(count, start))
             code.prefetch(code.row(mine, b.add(start, code.whole(KEYS_AHEAD)), value_row), b.mul(number, value_row))
-            some = code.row(weights, start, code.whole(4))
-            code.call(mix, some, score_row, a["group"], code.row(mine, start, value_row), value_row, number, out, a["out_row"], a["value_dim"])
+            some, lines = code.row(weights, start, code.whole(4)), code.row(mine, start, value_row)
+            code.call(mix, some, score_row, a["group"], lines, value_row, number, out, a["out_row"], a["value_dim"])
 
         code.each(code.whole(0), count, KEY_BLOCK, block)
 

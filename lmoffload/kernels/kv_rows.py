@@ -3,8 +3,8 @@
 A row begins at its start (bytes) with its heads one after another. Per head,
 
 * plain formats: [room, dim], token p at place p mod room;
-* quantized keys: a ring of `room` groups of 32 tokens, group g at place g mod room, each with a line for every channel: the codes of all
-  channels, then their parameters. Behind the ring the newest tokens, fewer than 32, as bf16 [32, dim]: a group is quantized when it is full;
+* quantized keys: a ring of `room` groups of 32 tokens, group g at place g mod room, each with a line for every channel: all codes, then all
+  parameters. Behind the ring the newest tokens, fewer than 32, as bf16 [32, dim]: a group is quantized when it is full;
 * quantized values: for every 32 channels a panel of `room` lines, token p at place p mod room: all codes, then all parameters. The last
   panel is filled up with zeros.
 
@@ -106,12 +106,12 @@ class GroupedKeys(KVRows):
     def _head_starts(self, rows: Numbers) -> Numbers:
         """[R, heads], bytes."""
         sizes = np.array([key_head_bytes(self.dim, int(room), self.format) for room in self.rooms[rows]], dtype=np.int64)
-        return self.starts[rows][:, None] + np.arange(self.heads) * sizes[:, None]  # type: ignore[no-any-return]
+        return self.starts[rows][:, None] + np.arange(self.heads) * sizes[:, None]
 
     def _newest(self, rows: Numbers) -> Numbers:
         """[R, heads]: the first line of the newest tokens, in lines of dim bf16."""
         begin = self._head_starts(rows) + self.rooms[rows][:, None] * self._group_bytes
-        return begin // (self.dim * NEWEST.itemsize)  # type: ignore[no-any-return]
+        return begin // (self.dim * NEWEST.itemsize)
 
     @property
     def _newest_lines(self) -> torch.Tensor:
@@ -147,8 +147,8 @@ class GroupedKeys(KVRows):
         places = self._head_starts(rows)[:, :, None] + (numbers % self.rooms[rows][:, None])[:, None, :] * self._group_bytes
         codes = places[..., None] + np.arange(self.dim) * self._codec.line_bytes
         parameters = places[..., None] + self.dim * self._codec.line_bytes + np.arange(self.dim) * PARAMETER_BYTES
-        where = (torch.from_numpy(each.reshape(-1)) for each in (codes, parameters))
-        encode_lines(lines.view(-1, LINE_ELEMENTS), self.format, self.data, *where, pool)
+        code_places, parameter_places = (torch.from_numpy(each.reshape(-1)) for each in (codes, parameters))
+        encode_lines(lines.view(-1, LINE_ELEMENTS), self.format, self.data, code_places, parameter_places, pool)
 
     def widened(self, row: int, first: int, end: int) -> torch.Tensor:
         one, whole = np.array([row]), end // LINE_ELEMENTS

@@ -28,7 +28,8 @@ SHARES = {
     "memory": (1.0, 5.0),
     "links": (1.0, 10.0),
     "linear": (15.0, 130.0),
-    "attention": (3.0, 25.0),
+    "attention": (4.0, 35.0),
+    "quantize": (0.2, 1.0),
     "overheads": (5.0, 20.0),
     "contention": (2.5, 10.0),
     "default threads": (4.0, 6.0),
@@ -90,7 +91,7 @@ def _measure(
     base_bytes: int,
 ) -> MachineProfile:
     """Every stage in turn; each imports what it needs, since importing this module must load neither torch nor transformers."""
-    from lmoffload.profiler.attention import attention_curves
+    from lmoffload.profiler.attention import attention_curves, quantize_rates
     from lmoffload.profiler.contention import measure_contention
     from lmoffload.profiler.disk import read_disk
     from lmoffload.profiler.linear import linear_curves
@@ -105,6 +106,7 @@ def _measure(
     links, link_remarks = link_curves(clock.start("links"), tell)
     linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=formats, tell=tell)
     attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
+    rates = quantize_rates(pools[-1], clock.start("quantize"))
     overheads = measure_overheads(pools, clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
     contention = measure_contention(disk_path, pools[-1], clock.start("contention"), disk_threads(readings.disk), tell)
     slowdown, thread_remarks = _default_threads(pools[-1], clock.start("default threads"))
@@ -121,6 +123,7 @@ def _measure(
         attention=attention,
         overheads=overheads,
         contention=contention,
+        rates=rates,
         base_bytes=base_bytes,
         versions=versions(),
         remarks=(*readings.remarks, *link_remarks, *linear_remarks, *steady_remarks, *thread_remarks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from lmoffload_solver.counting import kv_bytes
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.plan import (
     AttentionPlace,

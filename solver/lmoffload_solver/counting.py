@@ -103,7 +103,9 @@ def moved_bytes(units: tuple[Unit, ...]) -> int:
 def kv_bytes_per_token(layer: LayerShape, key_format: str = "fp32", value_format: str = "fp32") -> int:
     """Bytes that one more token of a long sequence takes at one layer: kv_heads · (key_dim · key bits + value_dim · value bits) / 8."""
     key, value = (
-        LINE_ELEMENTS * layer.key_dim * _size(key_format) if key_format not in KV_LINE_BYTES else key_group_bytes(layer.key_dim, key_format),
+        key_group_bytes(layer.key_dim, key_format)
+        if key_format in KV_LINE_BYTES
+        else LINE_ELEMENTS * value_token_bytes(layer.key_dim, key_format),
         LINE_ELEMENTS * value_token_bytes(layer.value_dim, value_format),
     )
     return -(-layer.num_kv_heads * (key + value) // LINE_ELEMENTS)

@@ -76,7 +76,8 @@ class JobMemory:
         lengths = np.array(lengths_of(workload), dtype=np.int64)
         self._tokens = np.concatenate(([0], np.cumsum(lengths)))
         distinct, inverse = np.unique(lengths, return_inverse=True)
-        kv = np.array([counting.kv_bytes(model, int(length) + workload.gen_len, key_format, value_format) for length in distinct], dtype=np.int64)
+        rooms = [int(length) + workload.gen_len for length in distinct]
+        kv = np.array([counting.kv_bytes(model, tokens, key_format, value_format) for tokens in rooms], dtype=np.int64)
         self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
         self._longest = int(lengths[0])
         self.vectors_bytes = counting.vector_bytes(model) + pinned_bytes(model)

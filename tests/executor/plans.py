@@ -57,7 +57,9 @@ def make_plan(
         attention=AttentionPlace(prefill="host", decode="host", host_share=1.0),
         weights=WeightsPlan(format={}, bytes=sizes, tensors=tensors),
         kv=KVPlan(
-            format=KVFormat(key=kv[0], value=kv[1]), bytes={"host": kv_bytes(shape, tokens, *kv) * micro_batch * num_micro_batches}, homes=()
+            format=KVFormat(key=kv[0], value=kv[1]),
+            bytes={"host": kv_bytes(shape, tokens, *kv) * micro_batch * num_micro_batches},
+            homes=(),
         ),
         hidden=HiddenPlan(tier="host"),
         kernels=KernelsPlan(prefill=kernel, decode=kernel),

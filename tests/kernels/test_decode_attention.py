@@ -157,9 +157,9 @@ def test_adversarial(kind, case, pool):
             elif case == "equal":
                 new.fill_(0.7)
             elif case == "huge channel":
-                new[..., 3] *= 1e4
+                new[..., 3].mul_(1e4)
             elif case == "offset":
-                new += 100
+                new.add_(100)
             else:
                 new.copy_(new.sign())
 
