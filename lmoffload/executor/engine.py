@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmoffload.environment import release_freed_memory
 from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
 from lmoffload.executor.meter import Meter
@@ -75,7 +74,6 @@ class Engine:
         check_plan(checkpoint.shape, plan)
         _check_kernels(plan)
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
-        release_freed_memory()
         process.reset_peak()
         formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
         checkpoint = with_formats(checkpoint, formats, cache=cache, on_progress=on_store)
@@ -268,7 +266,7 @@ class Engine:
 
 
 def _check_kernels(plan: Plan) -> None:
-    for kernel in (plan.kernels.prefill, plan.kernels.decode):
+    for kernel in (*plan.kernels.prefill.split("+"), *plan.kernels.decode.split("+")):
         if kernel not in KERNELS:
             raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(KERNELS)}: make a new plan.")
 

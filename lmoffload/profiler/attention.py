@@ -40,6 +40,16 @@ FILL = 50
 QUANTIZED_LINES = 1 << 15
 
 
+def compile_attention() -> None:
+    """What would otherwise be compiled while it is measured."""
+    from lmoffload.kernels.attention import prefill_kernel
+    from lmoffload.kernels.decode_attention import decode_kernel
+
+    prefill_kernel()
+    for format_name in KV_FORMATS:
+        decode_kernel(format_name, format_name)
+
+
 def attention_curves(
     pools: Sequence[Pool], budget_s: float, *, quick: bool, tell: Callable[[str], None] = lambda what: None
 ) -> tuple[AttentionCurve, ...]:

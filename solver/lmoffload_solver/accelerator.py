@@ -49,7 +49,7 @@ class Rate(Value):
     way: Way
     per_s: float = Field(gt=0)
     format: str | None = None
-    """That numbers are quantized to; None: any."""
+    """Of what is quantized or dequantized; None: of any."""
 
 
 class Source(Value):

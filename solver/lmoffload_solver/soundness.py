@@ -3,23 +3,14 @@ either done or refused, never ignored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.formats import KV_FORMATS
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
-from lmoffload_solver.value import Quality
-
-KV_FORMATS_OF: Mapping[Quality, tuple[str, ...]] = {
-    "exact": KV_FORMATS[:1],
-    "int8": tuple(name for name in KV_FORMATS if not name.startswith("int4")),
-    "int4": KV_FORMATS,
-    "any": KV_FORMATS,
-}
-"""Formats of keys and values on the host that a quality class allows."""
+from lmoffload_solver.plan import Plan, kept_model
+from lmoffload_solver.variants import KV_FORMATS
 
 
 def check_plan(model: ModelShape, plan: Plan) -> None:
@@ -28,7 +19,7 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     Raises:
         StatedError: the first thing that does not hold.
     """
-    kept = model.with_formats({name: tensor.format for name, tensor in plan.weights.tensors.items()})
+    kept = kept_model(model, plan)
     rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
@@ -84,7 +75,7 @@ def _places(plan: Plan) -> Iterator[str]:
 
 def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
     """Keys and values stay on the host, in a format that the plan's quality class allows."""
-    allowed = KV_FORMATS_OF[plan.quality]
+    allowed = KV_FORMATS[plan.quality]
     for what, kept in (("keys", plan.kv.format.key), ("values", plan.kv.format.value)):
         if kept not in allowed:
             yield f"it keeps {what} as {kept:.20}, and in the quality class {plan.quality} they are kept as {' or '.join(allowed)}"

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, Step, StepSeconds, blocks_of
-from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, disk_of, num_requests
+from lmoffload_solver.costs import PHASES, Contention, DiskCosts, MachineCosts, Phase, disk_of, num_requests
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import Plan, kept_model
 from lmoffload_solver.schedule import Task, Unit, block_tasks, units_of
 from lmoffload_solver.simulate import Timed, walk
+from lmoffload_solver.value import Resource
 
 
 class PlanCosts:
@@ -34,11 +35,12 @@ class PlanCosts:
         steps: tuple[Step, ...] | None = None,
     ) -> None:
         self.plan = plan
+        model = kept_model(model, plan)
         self.units = units_of(model, plan)
         self.steps = tuple(Step(step, 1.0) for step in range(plan.workload.gen_len)) if steps is None else steps
         self.disk = DiskCosts(disk_of(machine, file_system), plan.threads["disk_io"])
         costs = MachineCosts(machine, self.disk, plan.threads["compute"])
-        self.job = JobCosts(model, plan.workload, costs, self.steps)
+        self.job = JobCosts(model, plan.workload, costs, self.steps, kv_format=plan.kv.format.key)
         self.blocks = blocks_of(self.job.lengths, plan.micro_batch * plan.num_micro_batches)
         self._head_rows = sum(unit.end_row - unit.first_row for unit in self.units if unit.kind == "head")
         self._table_on_disk = plan.weights.tensors[model.embedding.name].tier == "disk"
@@ -89,3 +91,14 @@ def block_timeline(costs: PlanCosts, block: Block | None = None) -> list[Timed]:
     batches = len(block.micro_batches(costs.plan.micro_batch))
     tasks = block_tasks(costs.units, len(costs.steps), batches, costs.plan.prefetch_depth)
     return walk(tasks, costs.of_block(block))
+
+
+def job_busy(costs: PlanCosts) -> dict[Phase, dict[Resource, float]]:
+    """Seconds that each resource works in each phase of the whole job, sampled steps weighted with what they stand for."""
+    busy: dict[Phase, dict[Resource, float]] = {phase: {} for phase in PHASES}
+    for block in costs.blocks:
+        for timed in block_timeline(costs, block):
+            step, of_phase = costs.steps[timed.task.step], busy["decode" if timed.task.step else "prefill"]
+            seconds = block.count * step.weight * (timed.end_s - timed.begin_s)
+            of_phase[timed.task.resource] = of_phase.get(timed.task.resource, 0.0) + seconds
+    return busy
