@@ -40,8 +40,8 @@ def test_kv_bytes_are_capped_by_windows() -> None:
 
 
 def test_quantized_kv() -> None:
-    """32 tokens of a key channel are 32 or 16 bytes of codes and 4 of scale and zero; the newest 32 keys have room in bf16. A token's values
-    are whole lines of 32 channels."""
+    """32 tokens of a key channel are 32 or 16 bytes of codes and 4 of scale and zero; the newest 32 keys have room in bf16. A token's
+    values are whole lines of 32 channels."""
     layer = LayerShape(num_heads=4, num_kv_heads=2, key_dim=40, value_dim=48)
     assert counting.key_room(layer, 100, "int8") == 3
     assert counting.layer_kv_bytes(layer, 100, "int8", "int8") == 2 * (3 * 40 * 36 + 32 * 40 * 2 + 100 * 2 * 36)
