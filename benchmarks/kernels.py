@@ -108,7 +108,7 @@ def store_table(pool: Pool) -> Table:
             cache = LayerCache.allocate(layer, [1024 + 64] * rows, KVFormat(key=kind, value=kind))
             key, value, places = torch.randn(max(rows, tokens), 4, 64), torch.randn(max(rows, tokens), 4, 64), np.full(rows, 1000)
             if rows == 1:
-                store = partial(cache.store_prompt, 0, key, value, pool)
+                store = partial(cache.store_prompt, 0, 0, key, value, pool)
             else:
                 store = partial(cache.store_tokens, np.arange(rows), places, key, value)
             cells.append(f"{1e-6 * 2 * key.numel() / best_seconds([store]):.0f}")

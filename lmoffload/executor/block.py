@@ -133,7 +133,7 @@ class _Walk:
             if unit.kind == "embed":
                 reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)
             else:
-                reached = batch.resume()
+                reached = batch.resume(unit.kind == "head")
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"
             runner._meter.task(task, begin, time.perf_counter())
         with self._progress:

@@ -23,7 +23,7 @@ from lmoffload.kernels.linear import KERNELS, verify_row_invariance
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
-from lmoffload.modeling.rotary import switches_at
+from lmoffload.modeling.rotary import follows_length, switches_at
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
@@ -87,6 +87,8 @@ class Engine:
         units = self.units = units_of(self.shape, plan)
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)
+        if plan.prefill_chunk is not None and follows_length(config):
+            raise StatedError("This model's rotary embedding follows the length of a prompt, which cannot be cut: plan without prefill_chunk.")
         model = build_model(config)
         self.base_bytes = process.resident_bytes()
         self._pool = Pool(plan.threads.get("compute", 1))
@@ -223,7 +225,7 @@ class Engine:
         size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         made = [
-            MicroBatch(i % per_block, batch, self.shape, self.plan.kv.format, self._pool, every_logit, keep_logits)
+            MicroBatch(i % per_block, batch, self.shape, self.plan.kv.format, self._pool, self.plan.prefill_chunk, every_logit, keep_logits)
             for i, batch in enumerate(batches)
         ]
         blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]

@@ -47,10 +47,10 @@ class LayerCache:
     def num_bytes(self) -> int:
         return self.keys.data.numel() + self.values.data.numel()
 
-    def store_prompt(self, row: int, key: torch.Tensor, value: torch.Tensor, pool: Pool | None = None) -> None:
-        """Store a row's whole prompt: key [s, kv_heads, key_dim], value [s, kv_heads, value_dim]."""
-        self.keys.store_run(row, 0, key, pool)
-        self.values.store_run(row, 0, value, pool)
+    def store_prompt(self, row: int, first: int, key: torch.Tensor, value: torch.Tensor, pool: Pool | None = None) -> None:
+        """Store a row's prompt from token `first` on: key [s, kv_heads, key_dim], value [s, kv_heads, value_dim]."""
+        self.keys.store_run(row, first, key, pool)
+        self.values.store_run(row, first, value, pool)
 
     def store_tokens(self, rows: Numbers, positions: Numbers, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store one new token of each of `rows` at its position: key [R, kv_heads, key_dim], value [R, kv_heads, value_dim]."""

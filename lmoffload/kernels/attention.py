@@ -39,6 +39,7 @@ def prefill_attention(
     v: torch.Tensor,
     segments: Sequence[tuple[int, int]],
     *,
+    known: int = 0,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -52,6 +53,7 @@ def prefill_attention(
     Args:
         q: fp32 [T, H, D]; k: fp32 [T, KV, D]; v: fp32 [T, KV, Dv]; each token's heads contiguous.
         segments: (first, end) tokens of each sequence.
+        known: tokens of the only segment whose queries were attended for before and are left out of q, a multiple of QUERY_BLOCK.
         scaling: factor on q . k.
         window: a query sees the last `window` tokens, its own included (transformers' sliding_window); None for all.
         softcap: logits become softcap * tanh(logits / softcap), after scaling.
@@ -59,7 +61,7 @@ def prefill_attention(
         pool: who computes; segments, heads and queries are shared out.
 
     Returns:
-        fp32 [T, H, Dv]; tokens outside every segment are zeros.
+        fp32 [T - known, H, Dv]; tokens outside every segment are zeros.
     """
     heads, dim, kv_heads, value_dim = q.shape[1], q.shape[2], k.shape[1], v.shape[2]
     q, k, v = (t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in (q, k, v))
@@ -70,14 +72,16 @@ def prefill_attention(
     def attend(job: PrefillJob) -> None:
         keys = job.end_query if window is None else min(job.end_query, window + QUERY_BLOCK)
         scores = _SCORES.floats(score_floats(QUERY_BLOCK, keys))
+        places = (job.token - known, job.token, job.token, job.token - known)
         sink_address = 0 if sinks is None else sinks.data_ptr()
         kernel(
-            *(t.data_ptr() + 4 * job.token * t.stride(0) for t in (q, k, v, out)), sink_address, scores.data_ptr(),
+            *(t.data_ptr() + 4 * place * t.stride(0) for t, place in zip((q, k, v, out), places, strict=True)), sink_address, scores.data_ptr(),
             job.first_query, job.end_query, job.first_head, job.end_head, heads // kv_heads, dim, value_dim,
             *(4 * t.stride(0) for t in (q, k, v, out)), NO_WINDOW if window is None else window, scaling, softcap or 0.0,
         )  # fmt: skip
 
-    jobs = share_segments(segments, heads, dim + value_dim, window, pool.threads)
+    assert known == 0 or (len(segments) == 1 and known % QUERY_BLOCK == 0), "queries go on at a whole block of one segment"
+    jobs = share_segments(segments, heads, dim + value_dim, window, pool.threads, known)
     pool.run([partial(attend, job) for job in jobs])
     return out
 
@@ -92,8 +96,10 @@ class PrefillJob(NamedTuple):
     end_head: int
 
 
-def share_segments(segments: Sequence[tuple[int, int]], heads: int, floats: int, window: int | None, threads: int) -> list[PrefillJob]:
-    """Jobs of nearly equal work, the longest queries first; a segment is cut by heads, then by blocks of queries."""
+def share_segments(
+    segments: Sequence[tuple[int, int]], heads: int, floats: int, window: int | None, threads: int, known: int = 0
+) -> list[PrefillJob]:
+    """Jobs of nearly equal work, the longest queries first; a segment is cut by heads, then by blocks of queries from `known` on."""
     sizes = [end - first for first, end in segments]
     works = [heads * floats * size * min(size, window or size) // 2 for size in sizes]
     least = max(JOB_PRODUCTS, sum(works) // (threads * JOBS_PER_THREAD) + 1)
@@ -101,10 +107,11 @@ def share_segments(segments: Sequence[tuple[int, int]], heads: int, floats: int,
     for (token, _), size, work in zip(segments, sizes, works, strict=True):
         pieces = 1 if threads == 1 else -(-work // least)
         by_head = min(pieces, heads)
-        blocks = -(-size // QUERY_BLOCK)
+        begun, blocks = known // QUERY_BLOCK, -(-(size - known) // QUERY_BLOCK)
         by_query = min(-(-pieces // by_head), blocks) if by_head else 0
         for i in reversed(range(by_query)):
-            queries = (blocks * i // by_query * QUERY_BLOCK, min(size, blocks * (i + 1) // by_query * QUERY_BLOCK))
+            first, end = (begun + blocks * at // by_query for at in (i, i + 1))
+            queries = (first * QUERY_BLOCK, min(size, end * QUERY_BLOCK))
             jobs += [PrefillJob(token, *queries, heads * j // by_head, heads * (j + 1) // by_head) for j in range(by_head)]
     return jobs
 

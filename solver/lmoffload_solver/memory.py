@@ -34,6 +34,9 @@ PACKING_BYTES = 2 * 2**20
 QUERY_BLOCK = 256
 """Queries whose scores one thread holds in the prefill, three copies (scores, exponentials, products)."""
 
+CHUNK_MULTIPLE = 24
+"""Tokens by which a prompt is cut into chunks (`lmoffload.kernels.prefill.QUERY_BLOCK`)."""
+
 GREENLET_BYTES = 64 * 2**10
 """Saved stack and frames of a suspended micro-batch."""
 
@@ -85,6 +88,7 @@ class JobMemory:
         self._attention = max(
             2 * model.hidden_size + 5 * s.num_heads * s.key_dim + 3 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers
         )
+        self._kv_token_bytes = max(counting.kv_bytes_per_token(layer) for layer in model.layers)
         self._mlp = max(2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size, _experts(model))
         attention = [2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers]
         self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.mlp_width)
@@ -94,30 +98,44 @@ class JobMemory:
         """KV of the first block."""
         return int(self._kv[min(block_rows, len(self._kv) - 1)])
 
-    def parts(self, micro_batch: int, num_micro_batches: int, threads: int, *, head_streams: bool, layers_cut: bool) -> Parts:
+    def parts(
+        self,
+        micro_batch: int,
+        num_micro_batches: int,
+        threads: int,
+        *,
+        head_streams: bool,
+        layers_cut: bool,
+        prefill_chunk: int | None = None,
+    ) -> Parts:
         """Parts of a plan's peak. Where the head streams in pieces, every suspended micro-batch keeps its logits; where layers are cut at
-        their matrices, it keeps what its layer has computed so far."""
+        their matrices, it keeps what its layer has computed so far. Chunks of a prompt (`Plan.prefill_chunk`) are suspended each on its own,
+        and one layer's keys and values of the row that a chunk goes on with are held twice: so far, and with the chunk's."""
         num_rows = len(self._kv) - 1
         block_rows = min(micro_batch * num_micro_batches, num_rows)
         rows = min(micro_batch, num_rows)
         multiple = counting.token_multiple(self.model)
+        tokens = int(self._tokens[block_rows])
+        chunks = num_micro_batches if prefill_chunk is None else num_micro_batches + tokens // max(1, prefill_chunk - CHUNK_MULTIPLE + 1)
         padding = multiple * num_micro_batches
         always = {
             "base": self.base_bytes,
             "objects": self.model.num_layers * LAYER_OBJECT_BYTES
             + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN
-            + num_micro_batches * GREENLET_BYTES,
+            + chunks * GREENLET_BYTES,
             "vectors": self.vectors_bytes,
             "kv": self.kv_bytes(block_rows),
             "tiles": threads * self._tile_bytes,
         }
-        first = counting.padded(int(self._tokens[rows]), multiple)
+        first, carried = counting.padded(int(self._tokens[rows]), multiple), 0
+        if prefill_chunk is not None and prefill_chunk < first:
+            first, carried = counting.padded(max(prefill_chunk, CHUNK_MULTIPLE), multiple), 2 * self._longest * self._kv_token_bytes
         return Parts(
             always,
             {
                 "prefill": {
-                    "suspended": self.suspended_bytes(int(self._tokens[block_rows]) + padding, layers_cut),
-                    "layer": self.layer_bytes(first) + 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest,
+                    "suspended": self.suspended_bytes(tokens + multiple * chunks, layers_cut),
+                    "layer": self.layer_bytes(first) + carried + 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest,
                     "head": self.head_bytes(first, rows, block_rows, head_streams),
                 },
                 "decode": {
@@ -180,6 +198,7 @@ def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> d
         plan.threads["compute"],
         head_streams=head_streams,
         layers_cut=plan.stream == "matrix",
+        prefill_chunk=plan.prefill_chunk,
     )
     largest = max(parts.phases.values(), key=lambda phase: phase["suspended"] + max(phase["layer"], phase["head"]))
     return {
