@@ -5,8 +5,8 @@ How a row lies in each format is said in `lmoffload.kernels.kv_rows`. Where a la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from lmoffload.kernels.pool import Pool
 from lmoffload_solver import counting
 from lmoffload_solver.model import LayerShape
 from lmoffload_solver.plan import KVFormat
+from lmoffload_solver.schedule import PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +29,42 @@ class LayerCache:
     values: KVRows
 
     @staticmethod
-    def allocate(shape: LayerShape, row_tokens: Sequence[int], formats: KVFormat) -> LayerCache:
-        """Room for `row_tokens[r]` tokens of each row (fewer under a sliding window)."""
+    def allocate(shape: LayerShape, row_tokens: Sequence[int], formats: KVFormat, *, on_disk: bool = False) -> LayerCache:
+        """Room for `row_tokens[r]` tokens of each row (fewer under a sliding window); on_disk: none yet, see `within`."""
         key_rooms = [counting.key_room(shape, tokens, formats.key) for tokens in row_tokens]
         value_rooms = [counting.kv_tokens(shape, tokens) for tokens in row_tokens]
-        heads = shape.num_kv_heads
+        heads, memory = shape.num_kv_heads, _nothing if on_disk else _bytes
         key_sizes = [heads * counting.key_head_bytes(shape.key_dim, room, formats.key) for room in key_rooms]
         value_sizes = [heads * room * counting.value_token_bytes(shape.value_dim, formats.value) for room in value_rooms]
         return LayerCache(
             shape,
-            keys_of(formats.key, heads, shape.key_dim, _bytes(sum(key_sizes)), _starts(key_sizes), np.array(key_rooms, dtype=np.int64)),
+            keys_of(formats.key, heads, shape.key_dim, memory(sum(key_sizes)), _starts(key_sizes), np.array(key_rooms, dtype=np.int64)),
             values_of(
-                formats.value, heads, shape.value_dim, _bytes(sum(value_sizes)), _starts(value_sizes), np.array(value_rooms, dtype=np.int64)
+                formats.value, heads, shape.value_dim, memory(sum(value_sizes)), _starts(value_sizes), np.array(value_rooms, dtype=np.int64)
             ),
         )
 
     @property
     def num_bytes(self) -> int:
         return self.keys.data.numel() + self.values.data.numel()
+
+    def within(self, memory: torch.Tensor) -> LayerCache:
+        """The same rows in a staging buffer: keys, then values from the next page on."""
+        key, value = self.keys.data.numel(), self.values.data.numel()
+        middle = counting.whole_pages(key)
+        keys, values = replace(self.keys, data=memory[:key]), replace(self.values, data=memory[middle : middle + value])
+        return replace(self, keys=keys, values=values)
+
+    def pages(self, rows: Numbers, positions: Numbers) -> list[tuple[int, int]]:
+        """Bytes [begin, end) of the staging buffer, whole pages, that `store_tokens` changes."""
+        middle, found = counting.whole_pages(self.keys.data.numel()), []
+        for kept, start in ((self.keys, 0), (self.values, middle)):
+            begins, ends = kept.touched(rows, positions)
+            pages = [np.arange(b, e) for b, e in zip((start + begins) // PAGE_BYTES, (start + ends - 1) // PAGE_BYTES + 1, strict=True)]
+            found += pages
+        touched = np.unique(np.concatenate(found))
+        runs = np.split(touched, np.flatnonzero(np.diff(touched) > 1) + 1)
+        return [(int(run[0]) * PAGE_BYTES, (int(run[-1]) + 1) * PAGE_BYTES) for run in runs]
 
     def store_prompt(self, row: int, first: int, key: torch.Tensor, value: torch.Tensor, pool: Pool | None = None) -> None:
         """Store a row's prompt from token `first` on: key [s, kv_heads, key_dim], value [s, kv_heads, value_dim]."""
@@ -56,6 +75,10 @@ class LayerCache:
         """Store one new token of each of `rows` at its position: key [R, kv_heads, key_dim], value [R, kv_heads, value_dim]."""
         self.keys.store_tokens(rows, positions, key)
         self.values.store_tokens(rows, positions, value)
+
+
+def _nothing(count: int) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.uint8).expand(count)
 
 
 def _bytes(count: int) -> torch.Tensor:
@@ -69,12 +92,20 @@ def _starts(sizes: Sequence[int]) -> Numbers:
 class KVCache:
     """The layers of one micro-batch."""
 
-    def __init__(self, layers: Sequence[LayerShape], row_tokens: Sequence[int], formats: KVFormat) -> None:
-        self.layers = [LayerCache.allocate(layer, row_tokens, formats) for layer in layers]
+    def __init__(
+        self, layers: Sequence[LayerShape], row_tokens: Sequence[int], formats: KVFormat, on_disk: Collection[int] = ()
+    ) -> None:
+        self.layers = [LayerCache.allocate(layer, row_tokens, formats, on_disk=i in on_disk) for i, layer in enumerate(layers)]
+        self._on_disk = frozenset(on_disk)
 
     @property
     def num_bytes(self) -> int:
-        return sum(layer.num_bytes for layer in self.layers)
+        """In memory."""
+        return sum(layer.num_bytes for i, layer in enumerate(self.layers) if i not in self._on_disk)
+
+    def stage(self, layer: int, memory: torch.Tensor) -> None:
+        """Let a layer whose home is the disk lie in a staging buffer."""
+        self.layers[layer] = self.layers[layer].within(memory)
 
 
 def kv_bytes(layers: Sequence[LayerShape], row_tokens: Sequence[int], formats: KVFormat) -> int:

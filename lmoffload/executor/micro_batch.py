@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import greenlet
 import numpy as np
@@ -14,8 +14,7 @@ import torch
 
 from lmoffload.executor.kv_cache import KVCache, LayerCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
-from lmoffload.executor.request import Request
-from lmoffload.executor.sampling import Sampler
+from lmoffload.executor.row import Row
 from lmoffload.kernels.attention import prefill_attention
 from lmoffload.kernels.decode_attention import decode_attention
 from lmoffload.kernels.pool import Pool
@@ -23,24 +22,8 @@ from lmoffload.modeling.bind import lookup
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import KVFormat
-
-
-@dataclass(slots=True)
-class Row:
-    """One sequence as it grows."""
-
-    request: Request
-    sampler: Sampler
-    tokens: list[int]
-    """Prompt and generated tokens; the newest one has no keys and values yet."""
-    finish_reason: Literal["stop", "length", "error"] | None = None
-    generated: list[int] = field(default_factory=list)
-    """Tokens of the completion, the end token left out."""
-
-    @property
-    def active(self) -> bool:
-        return self.finish_reason is None
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.schedule import Spilled
 
 
 @dataclass(slots=True)
@@ -61,23 +44,23 @@ class MicroBatch:
         index: int,
         rows: Sequence[Row],
         shape: ModelShape,
-        formats: KVFormat,
+        plan: Plan,
         pool: Pool,
-        prefill_chunk: int | None = None,
         every_logit: bool = False,
         keep_logits: bool = False,
     ) -> None:
         self.index = index
         self.rows = list(rows)
         self._layers = shape.layers
-        self._formats = formats
+        self._formats = plan.kv.format
+        self._on_disk = frozenset(layer for layer, number, tier in plan.kv.homes if tier == "disk" and number == index)
         self._row_tokens = [len(row.tokens) + row.request.max_new_tokens for row in rows]
         self.cache: KVCache | None = None
         self._pool = pool
         self._token_multiple = counting.token_multiple(shape)
         self._every_logit = every_logit
         self._keep_logits = keep_logits
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk = plan.prefill_chunk
         self._prefill = True
         self._forwards: list[Forward] = []
         self._current: Packed | None = None
@@ -91,12 +74,24 @@ class MicroBatch:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that this micro-batch's cache takes."""
-        return kv_bytes(self._layers, self._row_tokens, self._formats)
+        """Bytes of keys and values that this micro-batch's cache takes in memory."""
+        return kv_bytes([layer for i, layer in enumerate(self._layers) if i not in self._on_disk], self._row_tokens, self._formats)
+
+    @property
+    def spilled(self) -> dict[int, Spilled]:
+        """Keys and values on the disk, by layer."""
+        formats = self._formats.key, self._formats.value
+        return {layer: counting.spilled(self._layers[layer], self._row_tokens, *formats) for layer in sorted(self._on_disk)}
+
+    def changed_pages(self, layer: int) -> list[tuple[int, int]]:
+        """Bytes [begin, end) of a layer's staging buffer that the current decode step has changed."""
+        assert self.cache is not None and self._current is not None
+        positions = np.asarray([piece.first for piece in self._current.pieces], dtype=np.int64)
+        return self.cache.layers[layer].pages(self._current.rows, positions)
 
     def allocate(self) -> None:
         """Allocate the cache."""
-        self.cache = KVCache(self._layers, self._row_tokens, self._formats)
+        self.cache = KVCache(self._layers, self._row_tokens, self._formats, self._on_disk)
 
     def release(self) -> None:
         """Drop the cache."""
@@ -276,16 +271,3 @@ def _logits(model: Any, options: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def _contains(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)
-
-
-def make_row(request: Request, defaults: Mapping[str, Any], vocab_size: int) -> Row:
-    """A row for a request.
-
-    Raises:
-        StatedError: the prompt is empty or holds a token outside the vocabulary.
-    """
-    if not request.token_ids:
-        raise StatedError("The prompt is empty.")
-    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
-        raise StatedError(f"The prompt holds a token outside the model's vocabulary of {vocab_size}.")
-    return Row(request, Sampler.of(request, defaults, vocab_size), list(request.token_ids))

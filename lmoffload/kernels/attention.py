@@ -53,7 +53,7 @@ def prefill_attention(
     Args:
         q: fp32 [T, H, D]; k: fp32 [T, KV, D]; v: fp32 [T, KV, Dv]; each token's heads contiguous.
         segments: (first, end) tokens of each sequence.
-        known: tokens of the only segment whose queries were attended for before and are left out of q, a multiple of QUERY_BLOCK.
+        known: tokens of the only segment that q leaves out, whose attention is known already; a multiple of QUERY_BLOCK.
         scaling: factor on q . k.
         window: a query sees the last `window` tokens, its own included (transformers' sliding_window); None for all.
         softcap: logits become softcap * tanh(logits / softcap), after scaling.
@@ -75,7 +75,8 @@ def prefill_attention(
         places = (job.token - known, job.token, job.token, job.token - known)
         sink_address = 0 if sinks is None else sinks.data_ptr()
         kernel(
-            *(t.data_ptr() + 4 * place * t.stride(0) for t, place in zip((q, k, v, out), places, strict=True)), sink_address, scores.data_ptr(),
+            *(t.data_ptr() + 4 * place * t.stride(0) for t, place in zip((q, k, v, out), places, strict=True)),
+            sink_address, scores.data_ptr(),
             job.first_query, job.end_query, job.first_head, job.end_head, heads // kv_heads, dim, value_dim,
             *(4 * t.stride(0) for t in (q, k, v, out)), NO_WINDOW if window is None else window, scaling, softcap or 0.0,
         )  # fmt: skip

@@ -58,6 +58,10 @@ class KVRows:
         """Store one more token of each of `rows` at its position: new fp32 [R, heads, dim]."""
         raise NotImplementedError
 
+    def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
+        """Where the bytes begin, and end, that `store_tokens` changes."""
+        raise NotImplementedError
+
     def widened(self, row: int, first: int, end: int) -> torch.Tensor:
         """fp32 [heads, end - first, dim] of tokens first..end, `end` the row's length; in plain torch."""
         raise NotImplementedError
@@ -84,9 +88,18 @@ class PlainRows(KVRows):
         self._mine(row)[:, places] = new[new.shape[0] - kept :].transpose(0, 1).to(DTYPES[self.format])
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
+        index = self._places(rows, positions)
+        self._lines[torch.from_numpy(index)] = new.reshape(-1, self.dim).to(DTYPES[self.format])
+
+    def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
+        line, index = self.dim * DTYPES[self.format].itemsize, self._places(rows, positions)
+        return index * line, (index + 1) * line
+
+    def _places(self, rows: Numbers, positions: Numbers) -> Numbers:
+        """[R * heads], lines."""
         rooms = self.rooms[rows]
-        index = (self._first_lines(rows) + positions % rooms)[:, None] + np.arange(self.heads)[None, :] * rooms[:, None]
-        self._lines[torch.from_numpy(index.reshape(-1))] = new.reshape(-1, self.dim).to(DTYPES[self.format])
+        index: Numbers = (self._first_lines(rows) + positions % rooms)[:, None] + np.arange(self.heads)[None, :] * rooms[:, None]
+        return index.reshape(-1)
 
     def widened(self, row: int, first: int, end: int) -> torch.Tensor:
         return self._mine(row)[:, torch.arange(first, end) % int(self.rooms[row])].float()
@@ -141,6 +154,14 @@ class GroupedKeys(KVRows):
             groups = lines[torch.from_numpy(index.reshape(-1))].view(-1, self.heads, 1, LINE_ELEMENTS, self.dim)
             self._store_groups(rows[full], (positions[full] // LINE_ELEMENTS)[:, None], groups, None)
 
+    def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
+        line = self.dim * NEWEST.itemsize
+        newest = (self._newest(rows) + (positions % LINE_ELEMENTS)[:, None]).reshape(-1) * line
+        full = positions % LINE_ELEMENTS == LINE_ELEMENTS - 1
+        numbers = positions[full] // LINE_ELEMENTS % np.maximum(self.rooms[rows[full]], 1)
+        groups = (self._head_starts(rows[full]) + numbers[:, None] * self._group_bytes).reshape(-1)
+        return np.concatenate((newest, groups)), np.concatenate((newest + line, groups + self._group_bytes))
+
     def _store_groups(self, rows: Numbers, numbers: Numbers, groups: torch.Tensor, pool: Pool | None) -> None:
         """Quantize groups bf16 [R, heads, G, 32, dim] with numbers [R, G]."""
         lines = groups.transpose(3, 4).float().contiguous()
@@ -183,6 +204,11 @@ class PanelValues(KVRows):
         place = positions[:, None] % rooms
         codes, parameters = begin + place * line_bytes, begin + rooms * line_bytes + place * PARAMETER_BYTES
         return torch.from_numpy(codes.reshape(-1)), torch.from_numpy(parameters.reshape(-1))
+
+    def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
+        codes, parameters = (places.numpy() for places in self._places(rows, positions))
+        begins = np.concatenate((codes, parameters))
+        return begins, np.concatenate((codes + self._codec.line_bytes, parameters + PARAMETER_BYTES))
 
     def _encode(self, rows: Numbers, positions: Numbers, new: torch.Tensor, pool: Pool | None) -> None:
         """Tokens [T, heads, dim]."""

@@ -5,6 +5,7 @@ Class "exact" on the CPU: hidden states, keys and values are fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd, prod
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from lmoffload_solver.formats import KV_LINE_BYTES, LINE_ELEMENTS, PARAMETER_BYTES, format_of, stored_bytes
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
-from lmoffload_solver.schedule import Unit
+from lmoffload_solver.schedule import PAGE_BYTES, Spilled, Unit
 from lmoffload_solver.value import TensorClass
 
 Array = npt.NDArray[np.float64]
@@ -158,6 +159,22 @@ def layer_kv_bytes(layer: LayerShape, tokens: int, key_format: str = "fp32", val
     """Bytes of one sequence's keys and values at a layer, with room for `tokens` tokens."""
     key = key_head_bytes(layer.key_dim, key_room(layer, tokens, key_format), key_format)
     return layer.num_kv_heads * (key + kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format))
+
+
+def spilled(layer: LayerShape, row_tokens: Sequence[int], key_format: str = "fp32", value_format: str = "fp32") -> Spilled:
+    """Keys and values of a micro-batch at a layer as they lie on the disk, keys and values each in whole pages. A new token touches a page
+    of each head's keys and of its values, of quantized ones a page of codes and one of parameters for every 32 channels."""
+    heads, rooms = layer.num_kv_heads, [key_room(layer, tokens, key_format) for tokens in row_tokens]
+    key = sum(heads * key_head_bytes(layer.key_dim, room, key_format) for room in rooms)
+    value = sum(heads * kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format) for tokens in row_tokens)
+    size = whole_pages(key) + whole_pages(value)
+    pages = 1 + (2 * num_lines(layer.value_dim) if value_format in KV_LINE_BYTES else 1)
+    return Spilled(size, min(size, len(row_tokens) * heads * pages * PAGE_BYTES))
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Bytes of the pages that hold `num_bytes`."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def kv_bytes(model: ModelShape, tokens: int, key_format: str = "fp32", value_format: str = "fp32") -> int:

@@ -52,7 +52,7 @@ def later_logits(checkpoint, kv, steps=4):
 
 
 def row_of(engine, text):
-    from lmoffload.executor.micro_batch import make_row
+    from lmoffload.executor.row import make_row
 
     return make_row(Request("a", tuple(text), 8), {}, engine.shape.vocab_size)
 
