@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lmoffload.checkpoint import open_checkpoint
 from lmoffload.executor import Engine, Request
 from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload_solver import counting
@@ -14,7 +15,7 @@ from lmoffload_solver.model import LayerShape
 from lmoffload_solver.plan import KVFormat
 from tests.executor.plans import make_plan
 from tests.executor.reference import prompts
-from tests.executor.test_quantized import TEXT, smollm2
+from tests.executor.test_quantized import TEXT
 
 PAIRS = [*((kind, kind) for kind in KV_FORMATS), ("int8", "bf16"), ("fp32", "int4-g32"), ("int4-g32", "int8")]
 NEW_TOKENS = 34
@@ -57,10 +58,8 @@ def row_of(engine, text):
     return make_row(Request("a", tuple(text), 8), {}, engine.shape.vocab_size)
 
 
-def test_logits_of_a_trained_model():
-    from lmoffload.checkpoint import open_checkpoint
-
-    checkpoint = open_checkpoint(smollm2())
+def test_logits_of_a_trained_model(trained_file):
+    checkpoint = open_checkpoint(trained_file)
     exact = later_logits(checkpoint, ("fp32", "fp32"))
     errors = {}
     for kind in KV_FORMATS[1:]:
