@@ -279,7 +279,7 @@ class MachineCosts:
     def decode_attention_seconds(self, shape: LayerShape, contexts: Sequence[int], kv_format: str = "fp32") -> Array:
         """Seconds of one layer's attention over each sequence, `contexts` tokens long with the newest: its keys and values read once and
         dequantized as they are, the newest token's quantized."""
-        read = np.array([counting.decode_attention_bytes(shape, context, kv_format) for context in contexts], dtype=np.float64)
+        read = np.array([counting.decode_attention_bytes(shape, context, kv_format, kv_format) for context in contexts], dtype=np.float64)
         kept = np.array([counting.kv_tokens(shape, context) for context in contexts], dtype=np.float64)
         seconds = read / rate_at(self._attention_curve("decode", kv_format), kept)
         return np.asarray(seconds + self._quantize_seconds(shape, np.ones(len(kept)), kv_format))
