@@ -130,8 +130,10 @@ class _Walk:
             planned = runner._plan.kernels.prefill if prefill else runner._plan.kernels.decode
             runner._runtime.kernel = partial(phase_kernel, planned)
             runner._runtime.batch = batch
+            runner._meter.phase = "prefill" if prefill else "decode"
             if unit.kind == "embed":
                 reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)
+                runner._meter.forward(batch.num_tokens, len(batch.lengths))
             else:
                 reached = batch.resume()
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"

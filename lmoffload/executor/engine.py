@@ -14,6 +14,7 @@ from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch, Row, make_row
+from lmoffload.executor.performed import performed
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request
 from lmoffload.executor.sampling import stop_token_ids
@@ -27,7 +28,7 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
-from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
+from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import Kind, Resource
@@ -94,7 +95,7 @@ class Engine:
         try:
             self.weights = WeightStore(checkpoint, plan, units, self._reader)
             self._check_bytes()
-            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"))
+            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"), self.meter)
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
@@ -180,6 +181,7 @@ class Engine:
         measured = self.meter.figures(peak, self.base_bytes)
         predicted = self.plan.predicted
         kinds = {kind: TASK_RESOURCE[kind] for kind in self.meter.counts}
+        work = performed(self.meter, self.shape, self.plan, self.units)
         return RunReport(
             plan=self.plan,
             predicted=predicted,
@@ -195,6 +197,8 @@ class Engine:
                 )
                 for kind, resource in kinds.items()
             },
+            phases=phase_figures(work, None),
+            performed=work,
             peak_rss_bytes=peak,
             remarks=tuple(self.remarks),
             versions={"torch": torch.__version__},

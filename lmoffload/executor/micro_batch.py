@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import greenlet
@@ -38,7 +39,7 @@ class Row:
         return self.finish_reason is None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packed:
     """The tokens of one step, those of all rows one after another, padded at the end."""
 
@@ -48,6 +49,11 @@ class Packed:
     positions: list[int]
     segments: list[tuple[int, int]]
     """Tokens [begin, end) of each active row."""
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each active row, the newest included."""
+        return tuple(self.positions[end - 1] + 1 for _, end in self.segments)
 
 
 class MicroBatch:
@@ -99,6 +105,18 @@ class MicroBatch:
         """Tokens [begin, end) of each active row in the current step."""
         assert self._packed is not None
         return self._packed.segments
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each active row in the current step, the newest included."""
+        assert self._packed is not None
+        return self._packed.lengths
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the current step, padding included."""
+        assert self._packed is not None
+        return len(self._packed.token_ids)
 
     @property
     def done(self) -> bool:
