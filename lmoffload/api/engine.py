@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from lmoffload.api.planning import ModelPlan, check_fits
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.environment import prepare_threads
+from lmoffload.errors import StatedError
+from lmoffload.profiler.limits import disk_of
 
 if TYPE_CHECKING:
     from lmoffload.executor import Completion, Progress
@@ -105,8 +108,16 @@ class Engine:
 
     def report(self) -> RunReport:
         """What has been run so far, predicted and measured."""
+        from lmoffload_solver.report import phase_figures
+
         report = self._engine.report()
-        return report.model_copy(update={"remarks": tuple(dict.fromkeys((*report.remarks, *self._remarks)))})
+        known: dict[str, object] = {"remarks": tuple(dict.fromkeys((*report.remarks, *self._remarks)))}
+        if report.performed is not None and self._model_plan.model.path is not None:
+            mount_point = disk_of(self._model_plan.model.path).mount_point
+            known["performed"] = performed = report.performed.model_copy(update={"file_system": mount_point})
+            with suppress(StatedError):  # a disk or a format that the profile does not know
+                known["phases"] = phase_figures(performed, self._model_plan.machine)
+        return report.model_copy(update=known)
 
     def close(self) -> None:
         """End every thread and give the memory back; the engine cannot be used afterwards."""
