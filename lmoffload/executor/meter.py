@@ -41,6 +41,7 @@ class Sum:
 class Attended(NamedTuple):
     """Sequences that were attended to."""
 
+    calls: int = 0
     sequences: int = 0
     tokens: int = 0
     squares: int = 0
@@ -50,7 +51,11 @@ class Attended(NamedTuple):
     def with_more(self, more: Attended) -> Attended:
         """Both together."""
         return Attended(
-            self.sequences + more.sequences, self.tokens + more.tokens, self.squares + more.squares, self.seconds + more.seconds
+            self.calls + more.calls,
+            self.sequences + more.sequences,
+            self.tokens + more.tokens,
+            self.squares + more.squares,
+            self.seconds + more.seconds,
         )
 
 
@@ -120,7 +125,7 @@ class Meter:
     def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None:
         """Count attention at a layer; see `modeling.runtime.Watch`."""
         if lengths is not self._lengths:
-            self._lengths, self._attended = lengths, Attended(len(lengths), sum(lengths), sum(n * n for n in lengths))
+            self._lengths, self._attended = lengths, Attended(1, len(lengths), sum(lengths), sum(n * n for n in lengths))
         key = (self.phase, layer, about(self._attended.tokens // self._attended.sequences))
         self.attentions[key] = self.attentions.get(key, Attended()).with_more(self._attended._replace(seconds=seconds))
 

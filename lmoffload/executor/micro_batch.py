@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,6 +83,8 @@ class MicroBatch:
         self._prefill = True
         self._forward: Any = None
         self.logits: torch.Tensor | None = None
+        self.attended_s = 0.0
+        """Seconds of the last attention, storing keys and values left out."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
         self.scores: list[torch.Tensor] = []
@@ -185,14 +188,16 @@ class MicroBatch:
         if self._prefill:
             for row, (begin, end) in zip(packed.rows, packed.segments, strict=True):
                 cache.store_prompt(int(row), key[begin:end], value[begin:end])
-            window = cache.shape.window
-            return prefill_attention(
+            begin_s, window = time.perf_counter(), cache.shape.window
+            out = prefill_attention(
                 query, key, value, packed.segments, scaling=scaling, window=window, softcap=softcap, sinks=sinks, pool=self._pool
             )
+            self.attended_s = time.perf_counter() - begin_s
+            return out
         rows, count = packed.rows, len(packed.rows)
         positions = np.asarray(packed.positions[:count], dtype=np.int64)
         cache.store_tokens(rows, positions, key[:count], value[:count])
-        out = torch.zeros(query.shape[0], query.shape[1], value.shape[2])
+        out, begin_s = torch.zeros(query.shape[0], query.shape[1], value.shape[2]), time.perf_counter()
         out[:count] = decode_attention(
             query[:count].contiguous(),
             cache.keys,
@@ -209,6 +214,7 @@ class MicroBatch:
             sinks=sinks,
             pool=self._pool,
         )
+        self.attended_s = time.perf_counter() - begin_s
         return out
 
     def take_tokens(self, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None) -> list[Row]:

@@ -65,7 +65,7 @@ def _attentions(meter: Meter, shape: ModelShape, kv_format: str) -> Iterator[Att
         else:
             length = counting.kv_tokens(at, round(seen.tokens / seen.sequences))
             amount, read = float(seen.sequences * counting.decode_attention_bytes(at, length, kv_format)), kv_format
-        yield Attentions(phase=phase, format=read, length=length, amount=amount, seconds=seen.seconds)
+        yield Attentions(phase=phase, format=read, length=length, amount=amount, count=seen.calls, seconds=seen.seconds)
 
 
 def _others(meter: Meter, shape: ModelShape, plan: Plan, phase: Phase) -> Others:

@@ -50,6 +50,10 @@ class Batch(Protocol):
         """Tokens of each row, the newest included."""
 
     @property
+    def attended_s(self) -> float:
+        """Seconds of the last `attend`, storing left out."""
+
+    @property
     def segments(self) -> Sequence[tuple[int, int]]:
         """Tokens [begin, end) of each row among the packed ones; what follows the last is padding."""
 

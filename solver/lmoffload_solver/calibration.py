@@ -8,13 +8,14 @@ curves of the one before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import lsq_linear
 
+from lmoffload_solver import counting
 from lmoffload_solver.costs import attention_curve, disk_of
 from lmoffload_solver.machine import Curve, MachineProfile
 from lmoffload_solver.performed import PHASES, Performed, Phase
@@ -24,6 +25,10 @@ from lmoffload_solver.value import Value
 ROUNDS = 6
 LEAST_S = 0.01
 """Less time than this says nothing about a curve."""
+SHORT_S = 5e-5
+"""A product or attention predicted to take less is mostly its call, a fixed cost."""
+NEAR_OCTAVES = 2
+"""Places nearer to each other are one: profiles have about a point in two octaves."""
 MOST = 10.0
 """No curve is made more than this many times quicker or slower in a round."""
 PULL = 0.02
@@ -76,6 +81,11 @@ class _Seen:
     measured_s: float = 0.0
     weighted_log: float = 0.0
 
+    def add(self, more: _Seen) -> None:
+        self.predicted_s += more.predicted_s
+        self.measured_s += more.measured_s
+        self.weighted_log += more.weighted_log
+
     @property
     def at(self) -> float:
         return math.exp(self.weighted_log / self.predicted_s)
@@ -88,7 +98,7 @@ class _Seen:
 
 @dataclass
 class _Reading:
-    """What runs say of a profile: by curve and octave of the place; and of its fixed costs, by run and phase."""
+    """What runs say of a profile: by curve and octave of the place; and of its fixed and elementwise costs, by run and phase."""
 
     curves: dict[CurveKey, dict[int, _Seen]] = field(default_factory=dict)
     others: list[tuple[float, float, float]] = field(default_factory=list)
@@ -96,16 +106,20 @@ class _Reading:
 
     def see(self, key: CurveKey, at: float, predicted_s: float, measured_s: float) -> None:
         seen = self.curves.setdefault(key, {}).setdefault(round(math.log2(at)), _Seen())
-        seen.predicted_s += predicted_s
-        seen.measured_s += measured_s
-        seen.weighted_log += predicted_s * math.log(at)
+        seen.add(_Seen(predicted_s, measured_s, predicted_s * math.log(at)))
 
-    def telling(self) -> Iterator[tuple[CurveKey, list[_Seen]]]:
-        """The curves with enough time on them."""
+    def telling(self) -> Iterator[tuple[CurveKey, dict[int, _Seen]]]:
+        """The curves with enough time on them, and their places by first octave, ascending."""
         for key, places in self.curves.items():
-            kept = [seen for seen in places.values() if min(seen.predicted_s, seen.measured_s) >= LEAST_S]
+            merged: dict[int, _Seen] = {}
+            for octave in sorted(places):
+                near = next(reversed(merged), None)
+                if near is None or octave - near >= NEAR_OCTAVES:
+                    near = octave
+                merged.setdefault(near, _Seen()).add(places[octave])
+            kept = {octave: seen for octave, seen in merged.items() if seen.measured_s >= LEAST_S}
             if kept:
-                yield key, sorted(kept, key=lambda seen: seen.at)
+                yield key, kept
 
 
 def calibrate(machine: MachineProfile, runs: Sequence[Performed]) -> Calibrated:
@@ -130,8 +144,9 @@ def _read(machine: MachineProfile, runs: Iterable[Performed]) -> _Reading:
 
 
 def _read_phase(reading: _Reading, repriced: Repriced, phase: Phase) -> None:
-    """Measured seconds are taken down to those alone, as the curves are."""
+    """Measured seconds are taken down to those alone, as the curves are; what calls cost beyond their prediction is a fixed cost."""
     machine, run = repriced.machine, repriced.performed
+    calls_s = 0.0
     read_slow, compute_slow = repriced.slowdowns(phase)
     disk = CurveKey("disk read", (disk_of(machine, run.file_system).file_system,), 0)
     for reads in run.reads:
@@ -140,23 +155,29 @@ def _read_phase(reading: _Reading, repriced: Repriced, phase: Phase) -> None:
     for products in run.products:
         if products.phase == phase:
             names = repriced.costs.linear.kernel_for(products.kernel, products.format), products.format
-            alone_s = products.seconds / compute_slow
-            computing_s = max(alone_s - repriced.calls_s(products), alone_s / 2)
-            reading.see(CurveKey("linear", names, run.threads), products.rows, repriced.products_s(products), computing_s)
+            predicted_s, alone_s = repriced.products_s(products), products.seconds / compute_slow - repriced.calls_s(products)
+            if predicted_s < SHORT_S * products.count:
+                calls_s += alone_s - predicted_s
+            else:
+                rows = counting.padded(round(products.rows))
+                reading.see(CurveKey("linear", names, run.threads), rows, predicted_s, max(alone_s, predicted_s / MOST))
     for attentions in run.attentions:
         if attentions.phase == phase:
             threads = attention_curve(machine, phase, attentions.format, run.threads).threads
-            key = CurveKey("attention", (phase, attentions.format), threads)
-            reading.see(key, attentions.length, repriced.attention_s(attentions), attentions.seconds / compute_slow)
+            predicted_s, alone_s = repriced.attention_s(attentions), attentions.seconds / compute_slow
+            if predicted_s < SHORT_S * attentions.count:
+                calls_s += alone_s - predicted_s
+            else:
+                reading.see(CurveKey("attention", (phase, attentions.format), threads), attentions.length, predicted_s, alone_s)
     for others in run.others:
-        measured_s = others.seconds / compute_slow - repriced.lookups_s(others)
+        measured_s = others.seconds / compute_slow - repriced.lookups_s(others) + calls_s
         if others.phase == phase and measured_s >= LEAST_S:
             reading.others.append((repriced.fixed_s(others), repriced.elementwise_s(others), measured_s))
 
 
 def _scaled(machine: MachineProfile, reading: _Reading) -> MachineProfile:
     """The profile with every curve that was told of scaled."""
-    found = dict(reading.telling())
+    found = {key: list(places.values()) for key, places in reading.telling()}
     disks = tuple(
         disk.model_copy(
             update={"read": tuple(c.model_copy(update={"bytes_per_s": _curve(c.bytes_per_s, found[key])}) for c in disk.read)}
@@ -212,9 +233,8 @@ def _cost_factors(others: Sequence[tuple[float, float, float]]) -> tuple[float, 
 def _corrections(before: _Reading, after: _Reading) -> Iterator[Correction]:
     then = dict(after.telling())
     for key, places in before.telling():
-        later: Mapping[int, _Seen] = {round(math.log2(seen.at)): seen for seen in then.get(key, [])}
-        for seen in places:
-            now = later.get(round(math.log2(seen.at)), seen)
+        for octave, seen in places.items():
+            now = then.get(key, {}).get(octave, seen)
             yield Correction(
                 curve=str(key), at=seen.at, measured_s=seen.measured_s, before_s=seen.predicted_s,
                 after_s=now.predicted_s * seen.measured_s / now.measured_s,

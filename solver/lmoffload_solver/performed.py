@@ -53,11 +53,12 @@ class Attentions(Value):
     """Tokens that a sequence keeps at such a layer, the mean."""
     amount: float = Field(gt=0)
     """FLOPs in the prefill, bytes of keys and values in decode, summed."""
+    count: Count
     seconds: Seconds
 
 
 class Others(Value):
-    """What of computing is neither product nor attention."""
+    """What of computing is neither product nor attention, storing keys and values included."""
 
     phase: Phase
     layers: int = Field(ge=0)

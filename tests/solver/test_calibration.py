@@ -31,8 +31,8 @@ def run_on(machine: MachineProfile, rows: int = 16) -> Performed:
             for phase, m, count in (("prefill", 300, 40), ("decode", rows, 900))
         ),
         attentions=(
-            Attentions(phase="prefill", format="fp32", length=64, amount=4e8, seconds=0),
-            Attentions(phase="decode", format="fp32", length=128, amount=3e8, seconds=0),
+            Attentions(phase="prefill", format="fp32", length=64, amount=4e8, count=40, seconds=0),
+            Attentions(phase="decode", format="fp32", length=128, amount=3e8, count=900, seconds=0),
         ),
         others=(
             Others(phase="prefill", layers=40, elementwise_bytes=4 * 10**9, steps=10, rows=160, lookups=0, seconds=0),
