@@ -67,7 +67,7 @@ def profile(
     # In its own process, and first: this one does not hold the libraries yet, and both must fit under a limit.
     with started("base", CHILD_TIMEOUT_S) as answer:
         if limits.memory_usable_bytes >= ROOM_FOR_TWO_BYTES:
-            _load(measured_formats(formats))
+            _load(measured_formats(formats, quick))
         base_bytes = int(answer(lambda told: None)["bytes"])
     with _serial_torch():
         from lmoffload.kernels.pool import Pool
@@ -87,9 +87,15 @@ def thread_counts(cores: int, *, quick: bool) -> tuple[int, ...]:
     return tuple(sorted(n for n in {1, cores, *between} if 1 <= n <= cores))
 
 
-def measured_formats(formats: Sequence[str] | None) -> tuple[str, ...]:
-    """The stored formats asked for, or all."""
-    return (*FORMATS, *QUANTIZED) if formats is None else tuple(formats)
+QUICK_FORMATS = ("fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", *QUANTIZED)
+"""Formats of most files; the full profile has all of them."""
+
+
+def measured_formats(formats: Sequence[str] | None, quick: bool) -> tuple[str, ...]:
+    """The formats asked for, or all that this kind of profile has."""
+    if formats is not None:
+        return tuple(formats)
+    return QUICK_FORMATS if quick else (*FORMATS, *QUANTIZED)
 
 
 def _load(formats: Sequence[str]) -> None:
@@ -125,7 +131,7 @@ def _measure(
     readings = read_disk(disk_path, budget_s=clock.start("disk"), quick=quick, tell=tell)
     memory = memory_rates(pools, clock.start("memory"))
     links, link_remarks = link_curves(clock.start("links"), tell)
-    linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=measured_formats(formats), tell=tell)
+    linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=measured_formats(formats, quick), tell=tell)
     rates = conversion_rates(pools[-1], tuple(QUANTIZED), clock.start("conversion"), tell)
     attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
     overheads = measure_overheads(pools, clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import pytest
@@ -33,8 +34,8 @@ def dequantized(model: Any, stored: Checkpoint) -> Any:
         for tensor in stored.shape.tensors:
             if tensor.format in QUANTIZED:
                 data = torch.from_numpy(stored.read_array(tensor.name))
-                wide = reference_widen(Matrix(data, tensor.format, tensor.shape[0], tensor.shape[1]))
-                parameters[tensor.name].copy_(wide)
+                wide = reference_widen(Matrix(data, tensor.format, prod(tensor.shape[:-1]), tensor.shape[-1]))
+                parameters[tensor.name].copy_(wide.view(tensor.shape))
     return model
 
 
@@ -53,7 +54,7 @@ def round_activations(model: Any, names: Iterable[str]) -> Any:
 
 
 @pytest.mark.parametrize("kernel", ["widen_tiles", "fused_dot"])
-@pytest.mark.parametrize(("family", "format_name"), [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8")])
+@pytest.mark.parametrize(("family", "format_name"), [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8"), ("mixtral", "int4-g32")])
 def test_weight_only_formats_give_the_tokens_of_the_dequantized_model(tiny, tmp_path, family, format_name, kernel):
     checkpoint = tiny(family, dtype="bf16")
     formats, texts = formats_of(checkpoint, format_name), prompts(checkpoint.shape.vocab_size)
