@@ -12,6 +12,7 @@ from lmoffload_solver import counting
 from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, attention_curve, disk_of, rate_at
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.performed import Attentions, Others, Part, Performed, Phase, Products, Reads
+from lmoffload_solver.schedule import READ_REQUEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Repriced:
             return 0.0
         disk = self.costs.disk
         return others.lookups * (
-            self.machine.overheads.random_read_s / disk.io_threads + self.performed.row_bytes / disk.best_read_rate
+            self.machine.overheads.random_read_s / disk.io_threads + self.performed.row_bytes / disk.best_rate(READ_REQUEST_BYTES)
         )
 
     def alone_s(self, phase: Phase) -> dict[Part, float]:
