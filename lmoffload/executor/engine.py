@@ -48,7 +48,7 @@ class Engine:
         plan: made for this model.
         decode: text of token ids, needed for stop strings.
         tokenizer_eos: the tokenizer's end token, used where neither the generation configuration nor the model's names one.
-        keep_spans: keep every task's begin and end (`meter.spans`).
+        keep_spans: keep begin and end of every task of the first block (`meter.spans`).
         on_store: called while weights are quantized that the plan wants in another format than the checkpoint's, after every tensor.
         cache: where quantized weights lie; the user's cache directory by default.
 
@@ -152,6 +152,7 @@ class Engine:
                 if on_progress is not None:
                     elapsed = time.perf_counter() - began
                     on_progress(Progress(step, num_steps, number, len(blocks), self.meter.tokens, elapsed))
+            self.meter.keep_spans = False
         return [done[index] for index in range(len(requests))]
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:

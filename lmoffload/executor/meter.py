@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmoffload_solver.performed import Phase
+from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Predicted
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource
@@ -78,6 +78,7 @@ class Meter:
     """Adds up what tasks and steps took."""
 
     keep_spans: bool = False
+    """From now on."""
     spans: list[Span] = field(default_factory=list)
     counts: dict[Kind, int] = field(default_factory=dict)
     seconds: dict[Kind, float] = field(default_factory=dict)

@@ -7,9 +7,9 @@ from math import sqrt
 
 from lmoffload.executor.meter import Attended, Meter
 from lmoffload_solver import counting
-from lmoffload_solver.costs import num_requests
+from lmoffload_solver.costs import PHASES, Phase, num_requests
 from lmoffload_solver.model import LayerShape, ModelShape
-from lmoffload_solver.performed import PHASES, Attentions, Others, Performed, Phase, Products, Reads
+from lmoffload_solver.performed import Attentions, Others, Performed, Products, Reads
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Unit
 

@@ -16,9 +16,9 @@ import numpy as np
 from scipy.optimize import lsq_linear
 
 from lmoffload_solver import counting
-from lmoffload_solver.costs import attention_curve, disk_of
+from lmoffload_solver.costs import PHASES, Phase, attention_curve, disk_of
 from lmoffload_solver.machine import Curve, MachineProfile
-from lmoffload_solver.performed import PHASES, Performed, Phase
+from lmoffload_solver.performed import Performed
 from lmoffload_solver.repriced import Repriced
 from lmoffload_solver.value import Value
 

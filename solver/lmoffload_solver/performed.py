@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lmoffload_solver.costs import Phase
 from lmoffload_solver.value import Value
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
 Part = Literal["read_weights", "compute", "products", "attention", "rest"]
 """read_weights and compute are kinds of task; the other three are what computing consists of."""
 

@@ -6,8 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from lmoffload_solver.costs import PHASES, Phase
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.performed import PHASES, Part, Performed, Phase
+from lmoffload_solver.performed import Part, Performed
 from lmoffload_solver.plan import Named, Plan, Predicted
 from lmoffload_solver.repriced import Repriced, measured_s
 from lmoffload_solver.value import Kind, Tier, Value

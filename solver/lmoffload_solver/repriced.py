@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from lmoffload_solver import counting
-from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, attention_curve, disk_of, rate_at
+from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, Phase, attention_curve, disk_of, rate_at
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.performed import Attentions, Others, Part, Performed, Phase, Products, Reads
+from lmoffload_solver.performed import Attentions, Others, Part, Performed, Products, Reads
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 
 

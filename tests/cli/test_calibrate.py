@@ -10,7 +10,7 @@ import pytest
 from lmoffload.checkpoint import make_dummy
 from lmoffload.profiler.store import default_profile_path, load_profile, save_profile
 from lmoffload_solver.calibration import calibrate
-from lmoffload_solver.performed import PHASES
+from lmoffload_solver.costs import PHASES
 from lmoffload_solver.report import RunReport
 from lmoffload_solver.value import read_value
 from tests.cli.conftest import Call, files_below

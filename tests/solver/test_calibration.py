@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from lmoffload_solver.calibration import calibrate
+from lmoffload_solver.costs import PHASES
 from lmoffload_solver.machine import Contention, Curve, MachineProfile
-from lmoffload_solver.performed import PHASES, Attentions, Others, Performed, Products, Reads
+from lmoffload_solver.performed import Attentions, Others, Performed, Products, Reads
 from lmoffload_solver.repriced import Repriced
 from tests.solver.toys import MIB, make_machine
 
