@@ -242,7 +242,7 @@ class MachineCosts:
         self.compute_threads = compute_threads
         self.linear = LinearCosts(machine.linear, compute_threads)
         self.contention = Contention.of(machine, "disk_read", "host_compute")
-        self._attention_curve = cache(lambda phase, kv_format: _attention_curve(machine, phase, kv_format, compute_threads))
+        self._attention_curve = cache(lambda phase, kv_format: attention_curve(machine, phase, kv_format, compute_threads).rate)
         quantizing = [rate.per_s for rate in machine.rates if rate.work == "quantize" and rate.tier == "host" and rate.way == "fused"]
         self._quantize_per_s = max(quantizing, default=float("inf"))
 
@@ -302,11 +302,11 @@ def num_requests(piece_bytes: Sequence[int]) -> int:
     return sum(-(-size // READ_REQUEST_BYTES) for size in piece_bytes)
 
 
-def _attention_curve(machine: MachineProfile, phase: str, kv_format: str, threads: int) -> Curve:
+def attention_curve(machine: MachineProfile, phase: str, kv_format: str, threads: int) -> AttentionCurve:
     """The curve of the largest number of threads within `threads`, or of the smallest measured."""
     curves: list[AttentionCurve] = [curve for curve in machine.attention if (curve.phase, curve.format) == (phase, kv_format)]
     if not curves:
         what = f"{phase} attention over {kv_format} keys and values"
         raise StatedError(f"The machine profile {machine.name!r} has no {what} measured; run `lmoffload profile` again.")
     within = [curve for curve in curves if curve.threads <= threads]
-    return (max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)).rate
+    return max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)
