@@ -17,17 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from lmoffload.environment import prepare_allocator, prepare_threads
-
-prepare_threads()
-prepare_allocator()
-
 from rich.console import Console
 from rich.table import Table
 
 from lmoffload.api.model import Model, open_model
-from lmoffload.executor import Engine, Sampling
-from lmoffload.jobs.job import Options, synthetic_job
+from lmoffload.environment import prepare_allocator, prepare_threads
 from lmoffload.profiler.disk import measure_disk
 from lmoffload.profiler.store import load_profile
 from lmoffload_solver.machine import MachineProfile
@@ -102,6 +96,9 @@ def planned(model: Model, machine: MachineProfile, case: Case) -> Plan | None:
 
 def run(model: Model, case: Case, plan: Plan) -> Measured:
     """Run a plan once, alone, on synthetic prompts."""
+    from lmoffload.executor import Engine, Sampling  # loads torch, whose environment `main` prepares
+    from lmoffload.jobs.job import Options, synthetic_job
+
     job = synthetic_job(model.shape, case.num_prompts, case.prompt_len, Options(case.gen_len, Sampling(temperature=0.0), ()))
     with Engine(model.require_checkpoint(), plan) as engine:
         engine.generate(job.requests)
@@ -162,6 +159,8 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--out", type=Path, help="append every run as a JSON line")
     options = parser.parse_args()
+    prepare_threads()
+    prepare_allocator()
     console = Console(width=200)
     rows: list[Measured] = []
     ratios: dict[str, float] = {}
@@ -176,7 +175,7 @@ def main() -> None:
         for number, (chosen, others) in enumerate(regret(model, machine)):
             best = min([chosen, *others], key=lambda measured: measured.measured_s)
             ratios[f"{model.shape.name}, {REGRET_SHARES[number]:.0%} of the weights"] = best.measured_s / chosen.measured_s
-            console.print(f"{model.shape.name}: chosen {chosen.choices}: {chosen.measured_s:.2f} s of {len(others) + 1} plans; best {best.choices}")
+            console.print(f"{model.shape.name}: of {len(others) + 1} plans {chosen.choices} was chosen, and {best.choices} the quickest")
             rows += [chosen, *others]
     show(rows, console)
     for what, ratio in ratios.items():
