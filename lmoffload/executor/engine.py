@@ -14,6 +14,7 @@ from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
+from lmoffload.executor.performed import performed
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request
 from lmoffload.executor.row import Row, make_row
@@ -29,7 +30,7 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
-from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
+from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import Kind, Resource
@@ -49,7 +50,7 @@ class Engine:
         plan: made for this model.
         decode: text of token ids, needed for stop strings.
         tokenizer_eos: the tokenizer's end token, used where neither the generation configuration nor the model's names one.
-        keep_spans: keep every task's begin and end (`meter.spans`).
+        keep_spans: keep begin and end of every task of the first block (`meter.spans`).
         on_store: called while weights are quantized that the plan wants in another format than the checkpoint's, after every tensor.
         cache: where quantized weights lie; the user's cache directory by default.
 
@@ -98,7 +99,7 @@ class Engine:
         try:
             self.weights = WeightStore(checkpoint, plan, units, self._reader)
             self._check_bytes()
-            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"))
+            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"), self.meter)
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
@@ -156,6 +157,7 @@ class Engine:
                 if on_progress is not None:
                     elapsed = time.perf_counter() - began
                     on_progress(Progress(step, num_steps, number, len(blocks), self.meter.tokens, elapsed))
+            self.meter.keep_spans = False
         return [done[index] for index in range(len(requests))]
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -185,6 +187,7 @@ class Engine:
         measured = self.meter.figures(peak, self.base_bytes)
         predicted = self.plan.predicted
         kinds = {kind: TASK_RESOURCE.get(kind) for kind in self.meter.counts}
+        work = performed(self.meter, self.shape, self.plan, self.units)
         return RunReport(
             plan=self.plan,
             predicted=predicted,
@@ -202,6 +205,8 @@ class Engine:
                 )
                 for kind, resource in kinds.items()
             },
+            phases=phase_figures(work, None),
+            performed=work,
             peak_rss_bytes=peak,
             remarks=tuple(self.remarks),
             versions={"torch": torch.__version__},

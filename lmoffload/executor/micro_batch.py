@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,6 +68,8 @@ class MicroBatch:
         self._carried: tuple[torch.Tensor, torch.Tensor] | None = None
         """Keys and values so far, at the layer being computed, of the row that the next chunk goes on with."""
         self.logits: torch.Tensor | None = None
+        self.attended_s = 0.0
+        """Seconds of the last attention, storing keys and values left out."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
         self.scores: list[torch.Tensor] = []
@@ -102,6 +105,17 @@ class MicroBatch:
         """Tokens [begin, end) of each row in the chunk being computed."""
         assert self._current is not None
         return self._current.segments
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens so far of each row in the chunk being computed, the newest included."""
+        assert self._current is not None
+        return [self._current.positions[end - 1] + 1 for _, end in self._current.segments]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the current step, padding included."""
+        return sum(len(forward.packed.token_ids) for forward in self._forwards)
 
     @property
     def done(self) -> bool:
@@ -185,16 +199,20 @@ class MicroBatch:
         assert packed is not None and self.cache is not None
         cache = self.cache.layers[layer]
         if self._prefill:
+            begin_s = time.perf_counter()
             options = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
-            return self._attend_prompts(packed, cache, query, key, value, options)
+            attended = self._attend_prompts(packed, cache, query, key, value, options)
+            self.attended_s = time.perf_counter() - begin_s
+            return attended
         rows, count = packed.rows, len(packed.rows)
         positions = np.asarray(packed.positions[:count], dtype=np.int64)
         cache.store_tokens(rows, positions, key[:count], value[:count])
-        out = torch.zeros(query.shape[0], query.shape[1], value.shape[2])
+        out, begin_s = torch.zeros(query.shape[0], query.shape[1], value.shape[2]), time.perf_counter()
         out[:count] = decode_attention(
             query[:count].contiguous(), cache.keys, cache.values, rows, positions + 1,
             scaling=scaling, window=cache.shape.window, softcap=softcap, sinks=sinks, pool=self._pool,
         )  # fmt: skip
+        self.attended_s = time.perf_counter() - begin_s
         return out
 
     def _attend_prompts(

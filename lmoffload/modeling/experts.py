@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmoffload.kernels.linear import linear
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 
@@ -66,7 +65,7 @@ class BoundExperts(nn.Module):
     def _product(self, part: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """rows [R, K] fp32 -> [R, N] with one expert's matrix, which may be stored in several."""
         matrices = self.runtime.weights.expert(part, expert)
-        parts = [linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool) for matrix in matrices]
+        parts = [self.runtime.product(rows, matrix) for matrix in matrices]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

@@ -201,5 +201,7 @@ class MachineProfile(Value):
     """Attention, quantizing and dequantizing by processor and way."""
     sources: tuple[Source, ...] = ()
     """Of the numbers of a profile that was not measured here."""
+    calibrated_with: tuple[str, ...] = ()
+    """Fingerprints of the reports of runs that were folded in."""
     default_threads_slowdown: float | None = None
     """Decode-sized product under the libraries' default (busy-waiting) threads / under ours."""
