@@ -13,7 +13,7 @@ import greenlet
 import numpy as np
 import torch
 
-from lmoffload.executor.kv_cache import KVCache, LayerCache, kv_bytes
+from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
 from lmoffload.executor.row import Row
 from lmoffload.kernels.attention import prefill_attention
@@ -107,10 +107,15 @@ class MicroBatch:
         return self._current.segments
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens so far of each row in the chunk being computed, the newest included."""
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """(tokens attended to before, tokens with the newest) of each row in the chunk being computed."""
         assert self._current is not None
-        return [self._current.positions[end - 1] + 1 for _, end in self._current.segments]
+        return self._current.spans
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of the current step: one, or one for each chunk."""
+        return len(self._forwards)
 
     @property
     def num_tokens(self) -> int:
@@ -199,9 +204,11 @@ class MicroBatch:
         assert packed is not None and self.cache is not None
         cache = self.cache.layers[layer]
         if self._prefill:
+            for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
+                cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._pool)
             begin_s = time.perf_counter()
             options = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
-            attended = self._attend_prompts(packed, cache, query, key, value, options)
+            attended = self._attend_prompts(packed, query, key, value, options)
             self.attended_s = time.perf_counter() - begin_s
             return attended
         rows, count = packed.rows, len(packed.rows)
@@ -216,12 +223,10 @@ class MicroBatch:
         return out
 
     def _attend_prompts(
-        self, packed: Packed, cache: LayerCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+        self, packed: Packed, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Every prompt attends to its own fresh keys and values, before they are rounded to what is stored; those of a row that an earlier
-        chunk began are carried over to the next."""
-        for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
-            cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._pool)
+        """Every prompt attends to its own fresh keys and values, as they were before they were rounded to what is stored; those of a row
+        that an earlier chunk began are carried over to the next."""
         segments, carried = packed.segments, self._carried
         begun = [segment for piece, segment in zip(packed.pieces, segments, strict=True) if piece.first == 0]
         out = prefill_attention(query, key, value, begun, pool=self._pool, **options)
