@@ -16,7 +16,7 @@ from lmoffload.executor.reader import DiskReader, Reading
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.linear import KERNELS
 from lmoffload.modeling.runtime import Runtime
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import Plan, kernel_for
 from lmoffload_solver.schedule import Task, Unit, block_tasks
 
 
@@ -90,8 +90,9 @@ class BlockRunner:
 
 
 def phase_kernel(planned: str, format_name: str) -> str:
-    """The planned kernel where it takes the format, else one that takes every format."""
-    return planned if format_name in KERNELS[planned].formats else "fused_dot"
+    """What the plan names for a format where that takes it, else one that takes every format."""
+    named = kernel_for(planned, format_name)
+    return named if format_name in KERNELS[named].formats else "fused_dot"
 
 
 class _Walk:

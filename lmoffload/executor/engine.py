@@ -267,7 +267,7 @@ class Engine:
 
 
 def _check_kernels(plan: Plan) -> None:
-    for kernel in (plan.kernels.prefill, plan.kernels.decode):
+    for kernel in (*plan.kernels.prefill.split("+"), *plan.kernels.decode.split("+")):
         if kernel not in KERNELS:
             raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(KERNELS)}: make a new plan.")
 

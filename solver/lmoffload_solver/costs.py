@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import AttentionCurve, Curve, Disk, LinearCurve, MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape
+from lmoffload_solver.plan import kernel_for
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
 
@@ -127,8 +129,9 @@ class LinearCosts:
         return tuple(dict.fromkeys(kernel for kernel, fmt in self._curves if fmt == format_name))
 
     def kernel_for(self, kernel: str, format_name: str) -> str:
-        """`kernel`, or where it was not measured for this format the kernel that takes every format, or the first that was measured."""
-        for name in (kernel, ANY_FORMAT_KERNEL):
+        """What of a planned `kernel` is for this format (`plan.kernel_for`), or where that was not measured the kernel that takes every
+        format, or the first that was measured."""
+        for name in (kernel_for(kernel, format_name), ANY_FORMAT_KERNEL):
             if (name, format_name) in self._curves:
                 return name
         return self.kernels(format_name)[0]
@@ -211,7 +214,9 @@ class MachineCosts:
         self.compute_threads = compute_threads
         self.linear = LinearCosts(machine.linear, compute_threads)
         self.contention = Contention.of(machine, "disk_read", "host_compute")
-        self._attention = {phase: _attention_curve(machine, phase, compute_threads) for phase in ("prefill", "decode")}
+        self._attention_curve = cache(lambda phase, kv_format: _attention_curve(machine, phase, kv_format, compute_threads))
+        quantizing = [rate.per_s for rate in machine.rates if rate.work == "quantize" and rate.tier == "host" and rate.way == "fused"]
+        self._quantize_per_s = max(quantizing, default=float("inf"))
 
     def layer_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> Array:
         """Seconds of one decoder layer over micro-batches of `tokens` (padded) tokens, attention left out:
@@ -232,16 +237,24 @@ class MachineCosts:
         """Seconds of the output head over one token of each of `rows` (padded) sequences, its hand-over to the pool left out."""
         return self.linear.seconds(kernel, model.head.format, *counting.matrix_size(model.head), rows)
 
-    def prefill_attention_seconds(self, shape: LayerShape, lengths: Sequence[int]) -> Array:
-        """Seconds of one layer's attention over each prompt."""
+    def prefill_attention_seconds(self, shape: LayerShape, lengths: Sequence[int], kv_format: str = "fp32") -> Array:
+        """Seconds of one layer's attention over each prompt, and of quantizing its keys and values."""
         flops = np.array([counting.prefill_attention_flops(shape, length) for length in lengths])
-        return np.asarray(flops / rate_at(self._attention["prefill"], np.asarray(lengths, dtype=np.float64)))
+        kept = np.array([counting.kv_tokens(shape, length) for length in lengths], dtype=np.float64)
+        seconds = flops / rate_at(self._attention_curve("prefill", "fp32"), np.asarray(lengths, dtype=np.float64))
+        return np.asarray(seconds + self._quantize_seconds(shape, kept, kv_format))
 
-    def decode_attention_seconds(self, shape: LayerShape, contexts: Sequence[int]) -> Array:
-        """Seconds of one layer's attention over each sequence, `contexts` tokens long with the newest."""
-        read = np.array([counting.decode_attention_bytes(shape, context) for context in contexts], dtype=np.float64)
+    def decode_attention_seconds(self, shape: LayerShape, contexts: Sequence[int], kv_format: str = "fp32") -> Array:
+        """Seconds of one layer's attention over each sequence, `contexts` tokens long with the newest: its keys and values read once and
+        dequantized as they are, the newest token's quantized."""
+        read = np.array([counting.decode_attention_bytes(shape, context, kv_format) for context in contexts], dtype=np.float64)
         kept = np.array([counting.kv_tokens(shape, context) for context in contexts], dtype=np.float64)
-        return np.asarray(read / rate_at(self._attention["decode"], kept))
+        seconds = read / rate_at(self._attention_curve("decode", kv_format), kept)
+        return np.asarray(seconds + self._quantize_seconds(shape, np.ones(len(kept)), kv_format))
+
+    def _quantize_seconds(self, shape: LayerShape, tokens: Array, kv_format: str) -> Array:
+        elements = shape.num_kv_heads * (shape.key_dim + shape.value_dim) * tokens
+        return np.asarray(elements / self._quantize_per_s if kv_format in QUANTIZED else 0.0 * elements)
 
     def lookup_seconds(self, model: ModelShape, on_disk: bool) -> float:
         """Seconds of one token's embedding: a random read of its row where the table is on disk, several in flight, else part of the
@@ -257,10 +270,11 @@ def num_requests(piece_bytes: Sequence[int]) -> int:
     return sum(-(-size // READ_REQUEST_BYTES) for size in piece_bytes)
 
 
-def _attention_curve(machine: MachineProfile, phase: str, threads: int) -> Curve:
+def _attention_curve(machine: MachineProfile, phase: str, kv_format: str, threads: int) -> Curve:
     """The curve of the largest number of threads within `threads`, or of the smallest measured."""
-    curves: list[AttentionCurve] = [curve for curve in machine.attention if curve.phase == phase]
+    curves: list[AttentionCurve] = [curve for curve in machine.attention if (curve.phase, curve.format) == (phase, kv_format)]
     if not curves:
-        raise StatedError(f"The machine profile {machine.name!r} has no {phase} attention curve; run `lmoffload profile` again.")
+        what = f"{phase} attention over {kv_format} keys and values"
+        raise StatedError(f"The machine profile {machine.name!r} has no {what} measured; run `lmoffload profile` again.")
     within = [curve for curve in curves if curve.threads <= threads]
     return (max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)).rate

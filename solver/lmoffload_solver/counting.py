@@ -151,9 +151,9 @@ def prefill_attention_flops(layer: LayerShape, length: int) -> float:
     return 2 * layer.num_heads * (layer.key_dim + layer.value_dim) * pairs
 
 
-def decode_attention_bytes(layer: LayerShape, context: int) -> int:
+def decode_attention_bytes(layer: LayerShape, context: int, kv_format: str = "fp32") -> int:
     """KV bytes that one sequence's attention reads in a decode step with `context` tokens, the newest included."""
-    return kv_tokens(layer, context) * kv_bytes_per_token(layer)
+    return kv_tokens(layer, context) * kv_bytes_per_token(layer, kv_format, kv_format)
 
 
 def elementwise_bytes(model: ModelShape, layer: int, tokens: int) -> int:

@@ -9,17 +9,20 @@ from typing import Literal
 from lmoffload_solver import counting, memory
 from lmoffload_solver.assemble import peak_bytes
 from lmoffload_solver.blocks import Step, decode_steps
+from lmoffload_solver.candidate import Candidate
 from lmoffload_solver.core_split import CoreSplit
 from lmoffload_solver.costs import COMPUTE_RESOURCE, READ_RESOURCE, disk_of
-from lmoffload_solver.evaluate import Candidate, Evaluator
+from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
+from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Program
 from lmoffload_solver.rounding import Stream
 from lmoffload_solver.simulate import step_ends
 from lmoffload_solver.timeline import PlanCosts, block_timeline
 from lmoffload_solver.value import Resource, Tier, Value
+from lmoffload_solver.variants import Variant
 from lmoffload_solver.workload import Limits
 
 
@@ -108,8 +111,9 @@ def explain(
         return explain_chain(model, machine, plan, limits=limits, file_system=file_system)
     steps = (Step(0, 1.0), *decode_steps(plan.workload.gen_len))
     costs = PlanCosts(model, machine, plan, file_system=file_system, steps=steps)
-    evaluator = Evaluator(model, machine, disk_of(machine, file_system), plan.workload, limits)
-    candidate = candidate_of(plan)
+    prices = Prices(model, machine, disk_of(machine, file_system), plan.workload, limits)
+    candidate = candidate_of(model, plan)
+    evaluator = Evaluator(prices, candidate.variant)
     solution = Program(evaluator.program_choices(candidate)).solve()
     tokens = plan.workload.num_prompts * plan.workload.gen_len
     prefill, decode = _phases(evaluator, costs)
@@ -129,8 +133,9 @@ def explain(
     )
 
 
-def candidate_of(plan: Plan) -> Candidate:
+def candidate_of(model: ModelShape, plan: Plan) -> Candidate:
     """The discrete choices of a plan."""
+    changed = ((name, fmt) for name, fmt in plan.weights.format.items() if fmt != counting.main_format(model, name))
     return Candidate(
         plan.micro_batch,
         plan.num_micro_batches,
@@ -139,6 +144,7 @@ def candidate_of(plan: Plan) -> Candidate:
         plan.kernels.decode,
         plan.prefetch_depth,
         plan.stream,
+        Variant(tuple(changed), plan.kv.format.key),
     )
 
 

@@ -18,7 +18,7 @@ from lmoffload_solver.blocks import lengths_of
 from lmoffload_solver.counting import ACTIVATION_BYTES
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan, TensorPlan
+from lmoffload_solver.plan import Plan, TensorPlan, kept_model
 from lmoffload_solver.schedule import aligned_bytes, num_slots, slot_bytes, units_of
 from lmoffload_solver.workload import Limits, Workload
 
@@ -69,12 +69,15 @@ class Parts:
 class JobMemory:
     """Memory of a job's blocks, for any size of micro-batch."""
 
-    def __init__(self, model: ModelShape, workload: Workload, base_bytes: int) -> None:
+    def __init__(
+        self, model: ModelShape, workload: Workload, base_bytes: int, key_format: str = "fp32", value_format: str = "fp32"
+    ) -> None:
         self.model, self.base_bytes = model, base_bytes
         lengths = np.array(lengths_of(workload), dtype=np.int64)
         self._tokens = np.concatenate(([0], np.cumsum(lengths)))
         distinct, inverse = np.unique(lengths, return_inverse=True)
-        kv = np.array([counting.kv_bytes(model, int(length) + workload.gen_len) for length in distinct], dtype=np.int64)
+        tokens = [int(length) + workload.gen_len for length in distinct]
+        kv = np.array([counting.kv_bytes(model, most, key_format, value_format) for most in tokens], dtype=np.int64)
         self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
         self._longest = int(lengths[0])
         self.vectors_bytes = counting.vector_bytes(model) + pinned_bytes(model)
@@ -163,10 +166,11 @@ def resident_bytes(model: ModelShape, tensors: Mapping[str, TensorPlan], tier: s
 
 def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> dict[str, int]:
     """The named parts of a plan's peak in the compute tier; they add up to `peak_bytes`."""
+    model = kept_model(model, plan)
     units = units_of(model, plan)
     slots = num_slots(units, plan.prefetch_depth)
     base = plan.predicted.base_bytes if base_bytes is None else base_bytes
-    job = JobMemory(model, plan.workload, base)
+    job = JobMemory(model, plan.workload, base, plan.kv.format.key, plan.kv.format.value)
     head_streams = plan.weights.tensors[model.head.name].tier == "disk"
     parts = job.parts(
         plan.micro_batch,

@@ -9,7 +9,7 @@ from itertools import chain
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import Plan, kept_model
 
 KV_FORMAT = "fp32"
 """Of keys and values on the host, in the exact class."""
@@ -21,7 +21,7 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     Raises:
         StatedError: the first thing that does not hold.
     """
-    kept = model.with_formats({name: tensor.format for name, tensor in plan.weights.tensors.items()})
+    kept = kept_model(model, plan)
     rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")

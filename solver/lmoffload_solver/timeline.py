@@ -9,7 +9,7 @@ from lmoffload_solver.blocks import Block, JobCosts, Step, StepSeconds, blocks_o
 from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, disk_of, num_requests
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import Plan, kept_model
 from lmoffload_solver.schedule import Task, Unit, block_tasks, units_of
 from lmoffload_solver.simulate import Timed, walk
 
@@ -34,11 +34,12 @@ class PlanCosts:
         steps: tuple[Step, ...] | None = None,
     ) -> None:
         self.plan = plan
+        model = kept_model(model, plan)
         self.units = units_of(model, plan)
         self.steps = tuple(Step(step, 1.0) for step in range(plan.workload.gen_len)) if steps is None else steps
         self.disk = DiskCosts(disk_of(machine, file_system), plan.threads["disk_io"])
         costs = MachineCosts(machine, self.disk, plan.threads["compute"])
-        self.job = JobCosts(model, plan.workload, costs, self.steps)
+        self.job = JobCosts(model, plan.workload, costs, self.steps, kv_format=plan.kv.format.key)
         self.blocks = blocks_of(self.job.lengths, plan.micro_batch * plan.num_micro_batches)
         self._head_rows = sum(unit.end_row - unit.first_row for unit in self.units if unit.kind == "head")
         self._table_on_disk = plan.weights.tensors[model.embedding.name].tier == "disk"
