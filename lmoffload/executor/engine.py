@@ -16,7 +16,7 @@ from lmoffload.executor.block import BlockRunner, phase_kernel
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch, Row, make_row
 from lmoffload.executor.reader import DiskReader
-from lmoffload.executor.request import Completion, Progress, Request
+from lmoffload.executor.request import Completion, Progress, Request, Score
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.linear import KERNELS, verify_row_invariance
@@ -155,16 +155,28 @@ class Engine:
                     on_progress(Progress(step, num_steps, number, len(blocks), self.meter.tokens, elapsed))
         return [done[index] for index in range(len(requests))]
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Log-probability of every token but the first of each prompt, given those before it: one fp32 tensor [tokens − 1] a prompt."""
-        rows = [make_row(Request(str(i), tuple(prompt), 1), {}, self.shape.vocab_size) for i, prompt in enumerate(prompts)]
-        scores: dict[int, torch.Tensor] = {}
-        for block in self._split(rows, every_logit=True):
-            for _ in self._blocks.run(block, 1, False, frozenset(), None):
-                pass
-            for batch in block:
-                scores.update({id(row): score for row, score in zip(batch.rows, batch.scores, strict=True)})
-        return [scores[id(row)] for row in rows]
+    def score(
+        self, texts: Sequence[Sequence[int]], num_decoded: int = 0, on_progress: Callable[[float], None] = lambda share: None
+    ) -> list[Score]:
+        """What the model says of every token but the first of each text, given those before it; one score a text.
+
+        Args:
+            texts: token ids, more than `num_decoded` of each.
+            num_decoded: the last tokens of each text that are given one by one, in decode steps, which read the keys and values kept;
+                the others are computed in one prefill, whose keys and values are as computed.
+            on_progress: called after every step with the share that is done.
+        """
+        rows = []
+        for i, text in enumerate(texts):
+            prefix, forced = tuple(text[: len(text) - num_decoded]), tuple(text[len(text) - num_decoded :])
+            row = make_row(Request(str(i), prefix, max(1, num_decoded)), {}, self.shape.vocab_size)
+            row.forced = forced
+            rows.append(row)
+        blocks, num_steps = self._split(rows, every_logit=True), max(1, num_decoded)
+        for number, block in enumerate(blocks):
+            for step, _ in self._blocks.run(block, num_steps, False, frozenset(), None):
+                on_progress((number + (step + 1) / num_steps) / len(blocks))
+        return [Score.joined(row.scores) for row in rows]
 
     def first_logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits after each prompt, [prompts, vocabulary] fp32: what the first generated token is chosen from."""

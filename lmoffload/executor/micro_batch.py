@@ -12,13 +12,17 @@ import numpy as np
 import torch
 
 from lmoffload.executor.kv_cache import KVCache, kv_bytes
-from lmoffload.executor.request import Request
+from lmoffload.executor.request import Request, Score
 from lmoffload.executor.sampling import Sampler
 from lmoffload.kernels.attention import decode_attention, prefill_attention
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import lookup
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
+
+
+SCORED_TOGETHER = 32
+"""Positions whose probabilities are computed at once: a copy of so many logits."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,10 @@ class Row:
     finish_reason: Literal["stop", "length", "error"] | None = None
     generated: list[int] = field(default_factory=list)
     """Tokens of the completion, the end token left out."""
+    forced: tuple[int, ...] = ()
+    """Tokens that the completion takes, whatever is likelier: a given text that is scored."""
+    scores: list[Score] = field(default_factory=list)
+    """Of the tokens that were given, step by step, where they are asked for."""
 
     @property
     def active(self) -> bool:
@@ -78,7 +86,6 @@ class MicroBatch:
         self.logits: torch.Tensor | None = None
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
-        self.scores: list[torch.Tensor] = []
         self.kept_logits: list[torch.Tensor] = []
 
     @property
@@ -208,12 +215,15 @@ class MicroBatch:
             self.kept_logits.append(logits.clone())
         if self._every_logit:
             self._take_scores(logits)
-            logits = logits[[end - 1 for _, end in self._packed.segments]] if self._packed else logits
+            logits = logits[[end - 1 for _, end in self.segments]]
         self.tokens_taken = len(rows)
         likeliest = logits.argmax(dim=-1).tolist()
         finished = []
         for row, row_logits, first in zip(rows, logits, likeliest, strict=True):
-            token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
+            if row.forced:
+                token = row.forced[len(row.generated)]
+            else:
+                token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
             row.tokens.append(token)
             if token in stop_ids:
                 row.finish_reason = "stop"
@@ -228,11 +238,15 @@ class MicroBatch:
         return finished
 
     def _take_scores(self, logits: torch.Tensor) -> None:
-        """Log-probabilities of each row's own tokens from the logits [T, vocabulary] of a whole prefill."""
-        assert self._packed is not None
-        for row, (begin, end) in zip(self.rows, self._packed.segments, strict=True):
-            targets = torch.tensor(row.tokens[1:])
-            self.scores.append(torch.log_softmax(logits[begin : end - 1], dim=-1).gather(1, targets[:, None])[:, 0])
+        """What each position of this step says of the token after it, where that is given, from the logits [T, vocabulary]."""
+        for row, (begin, end) in zip(self.active_rows, self.segments, strict=True):
+            known = len(row.tokens)
+            given = (*row.tokens, *row.forced[len(row.generated) :])[known - (end - begin) + 1 : known + 1]
+            for at in range(0, len(given), SCORED_TOGETHER):
+                targets = torch.tensor(given[at : at + SCORED_TOGETHER])
+                part = logits[begin + at : begin + at + len(targets)]
+                chosen = torch.log_softmax(part, dim=-1).gather(1, targets[:, None])[:, 0]
+                row.scores.append(Score(chosen, part.argmax(dim=-1)))
 
     def _pack(self, prefill: bool) -> Packed:
         rows = [i for i, row in enumerate(self.rows) if row.active]

@@ -46,6 +46,9 @@ TOKENIZER_BYTES_PER_TOKEN = 512
 SAMPLING_COPIES = 6
 """fp32-sized copies of one sequence's logits while it is sampled: scaled, sorted with 8-byte indices, probabilities, running sums."""
 
+SCORING_COPIES = 64
+"""The same while given tokens are scored, 32 at a time: log-probabilities and what they are computed from."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -80,6 +83,7 @@ class JobMemory:
         kv = np.array([counting.kv_bytes(model, most, key_format, value_format) for most in tokens], dtype=np.int64)
         self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
         self._longest = int(lengths[0])
+        self._scored = workload.scored
         self.vectors_bytes = counting.vector_bytes(model) + pinned_bytes(model)
         self._head_bytes = ACTIVATION_BYTES * counting.matrix_size(model.head)[0]
         self._attention = max(
@@ -112,13 +116,15 @@ class JobMemory:
             "tiles": threads * self._tile_bytes,
         }
         first = counting.padded(int(self._tokens[rows]), multiple)
+        block_tokens = int(self._tokens[block_rows]) + padding
+        kept = (first, block_tokens) if self._scored else (rows, block_rows)
         return Parts(
             always,
             {
                 "prefill": {
-                    "suspended": self.suspended_bytes(int(self._tokens[block_rows]) + padding, layers_cut),
+                    "suspended": self.suspended_bytes(block_tokens, layers_cut),
                     "layer": self.layer_bytes(first) + 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest,
-                    "head": self.head_bytes(first, rows, block_rows, head_streams),
+                    "head": self.head_bytes(first, *kept, head_streams),
                 },
                 "decode": {
                     "suspended": self.suspended_bytes(block_rows + padding, layers_cut),
@@ -143,7 +149,7 @@ class JobMemory:
         """Final norm over all tokens (2·hidden); logits, two more copies of those of a micro-batch (a piece's as computed, the check for
         infinities), and one sequence's copies while it is sampled."""
         kept = block_rows if head_streams else rows
-        logits = self._head_bytes * (kept + 2 * counting.padded(rows) + SAMPLING_COPIES)
+        logits = self._head_bytes * (kept + 2 * counting.padded(rows) + (SCORING_COPIES if self._scored else SAMPLING_COPIES))
         return 2 * counting.hidden_bytes(self.model, tokens) + logits
 
 
