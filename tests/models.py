@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt", "gpt_neox")
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe")
 VOCAB_SIZE = 128
 HIDDEN_SIZE = 64
 WINDOW = 6
@@ -25,6 +26,8 @@ _COMMON: Mapping[str, Any] = {
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "llama": _GROUPED,
     "qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
@@ -32,6 +35,14 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 16},
     "gemma2": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32},
     "gemma3": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32},
+    "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "qwen3_moe": {**_GROUPED, **_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen2_moe": {
+        **_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "use_sliding_window": True,
+        "sliding_window": WINDOW, "max_window_layers": 3,
+    },
+    "olmoe": {**_GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 8.0},
+    "granitemoe": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
     "phi3": {**_GROUPED, "original_max_position_embeddings": 256},
     "opt": {**_COMMON, "ffn_dim": 96, "init_std": 0.5, "dropout": 0.0},
     "gpt_neox": {**_COMMON, "intermediate_size": 96, "hidden_dropout": 0.0},
@@ -45,7 +56,7 @@ def tiny_model(
     """A tiny random transformers model for causal language modelling, in evaluation mode.
 
     Args:
-        family: one of FAMILIES.
+        family: one of FAMILIES or EXPERT_FAMILIES.
         dtype: "fp32", "bf16" or "fp16".
         tied: whether head and embedding are one; None: as the family has it.
         eos_token_id: None: no token ends a sequence.
@@ -64,6 +75,11 @@ def tiny_model(
         "phi3": ("Phi3Config", "Phi3ForCausalLM"),
         "opt": ("OPTConfig", "OPTForCausalLM"),
         "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+        "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+        "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+        "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+        "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     }
     config_class, model_class = (getattr(transformers, name) for name in classes[family])
     fields = {**_FIELDS[family], "num_hidden_layers": num_layers, "eos_token_id": eos_token_id, **changes}
@@ -123,13 +139,16 @@ _GGUF_NAMES = {
 
 def tiny_gguf(
     family: str, path: Path, kind: str = "F32", num_layers: int = 4, tied: bool | None = None, seed: int = 0,
-    metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None, **changes: Any,
+    metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None, kinds: Mapping[str, str] | None = None,
+    **changes: Any,
 ) -> Path:  # fmt: skip
     """Write a tiny random model as llama.cpp's converter would, without a tokenizer.
 
     Args:
         family: one of GGUF_FAMILIES.
-        kind: GGUF type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or another that `gguf.quants` can write.
+        kind: GGUF type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or another that `gguf.quants` can write; K-quants,
+            which it cannot, hold random weights.
+        kinds: other types of some matrices, by the part of a GGUF name that is not the layer's ("ffn_down").
         metadata: further metadata: a string or a positive whole number for each key.
         tensors: further fp32 tensors, by GGUF name.
 
@@ -166,7 +185,9 @@ def tiny_gguf(
         data = parameter.detach().numpy()
         if family == "llama" and (".q_proj." in name or ".k_proj." in name):
             data = _llama_cpp_permute(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
-        _add_tensor(writer, _gguf_name(name), data, kind if data.ndim == 2 else "F32")
+        gguf_name = _gguf_name(name)
+        chosen = (kinds or {}).get(gguf_name.split(".")[-2], kind)
+        _add_tensor(writer, gguf_name, data, chosen if data.ndim == 2 else "F32")
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -193,4 +214,21 @@ def _add_tensor(writer: Any, name: str, data: Any, kind: str) -> None:
     import gguf
 
     tensor_type = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        writer.add_tensor(name, _random_k_blocks(data.shape, kind.lower(), seed=len(writer.tensors[0])), raw_dtype=tensor_type)
+        return
     writer.add_tensor(name, gguf.quants.quantize(data, tensor_type), raw_dtype=tensor_type)
+
+
+def _random_k_blocks(shape: Sequence[int], format_name: str, seed: int) -> Any:
+    """uint8 [rows, row bytes]: random blocks whose weights are of about the size that answers clearly."""
+    import numpy as np
+
+    from lmoffload.profiler.weights import SCALE_PLACES
+    from lmoffload_solver.formats import FORMATS
+
+    random, fmt, (places, size) = np.random.default_rng(seed), FORMATS[format_name], SCALE_PLACES[format_name]
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // fmt.block_elements, fmt.block_bytes), np.uint8)
+    for place in places:
+        blocks[:, place : place + 2] = (size * random.uniform(3, 9, (len(blocks), 1))).astype(np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)

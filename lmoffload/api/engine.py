@@ -11,6 +11,7 @@ from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.environment import prepare_threads
 
 if TYPE_CHECKING:
+    from lmoffload.checkpoint import StoreProgress
     from lmoffload.executor import Completion, Progress
     from lmoffload.jobs.job import Job
     from lmoffload.jobs.results import Result
@@ -28,13 +29,21 @@ class Engine:
         model_plan: from `lmoffload.plan`.
         text: the model's tokenizer where it is loaded already.
         tell: takes remarks; they go to standard error by default.
+        on_store: called while weights are quantized that the plan keeps in another format than the checkpoint, after every tensor.
 
     Raises:
         UsageError: the plan is for a shape without weights.
         StatedError: the plan does not hold on this checkpoint.
     """
 
-    def __init__(self, model_plan: ModelPlan, *, text: Text | None = None, tell: Tell = tell_on_stderr) -> None:
+    def __init__(
+        self,
+        model_plan: ModelPlan,
+        *,
+        text: Text | None = None,
+        tell: Tell = tell_on_stderr,
+        on_store: Callable[[StoreProgress], None] = lambda progress: None,
+    ) -> None:
         checkpoint = model_plan.model.require_checkpoint()
         self._remarks = prepare_threads()
         for remark in self._remarks:
@@ -46,7 +55,7 @@ class Engine:
         self.text = text or Text(checkpoint)
         self._model_plan = model_plan
         self._engine = executor.Engine(
-            checkpoint, self.plan, decode=self.text.decode, tokenizer_eos=self.text.end_token_id
+            checkpoint, self.plan, decode=self.text.decode, tokenizer_eos=self.text.end_token_id, on_store=on_store
         )
 
     def generate(

@@ -22,7 +22,7 @@ from lmoffload.report.progress import ProgressBar, RunProgress
 from lmoffload.report.run import run_line, run_tables
 from lmoffload.report.tables import show
 from lmoffload_solver.plan import Named
-from lmoffload_solver.value import Value
+from lmoffload_solver.value import Quality, Value
 from lmoffload_solver.workload import Limits
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class RunOptions:
 
     plan_file: Path | None = None
     machine: str | None = None
+    quality: Quality = "exact"
     output: Path | None = None
     restart: bool = False
     report_file: Path | None = None
@@ -110,7 +111,7 @@ def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: Pr
     text = Text(checkpoint)
     job = work.job(text, model.shape)
     if planned is None and job.requests:
-        planned = solve_for(model, machine, job.workload, limits)
+        planned = solve_for(model, machine, Asked(quality=options.quality).of(job.workload), limits)
         _tell_in_short(planned.plan.remarks, tell)
     return _complete(work, options, planned, job, text, bar, tell)
 
@@ -130,8 +131,8 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
 
     work.check()
     work.require_prompts()
-    if options.plan_file is not None and limits != Limits():
-        raise UsageError("The plan fixes memory, threads and batches: give either --plan or limits.")
+    if options.plan_file is not None and (limits != Limits() or options.quality != "exact"):
+        raise UsageError("The plan fixes memory, threads, batches and quality: give either --plan or these.")
     if work.prompt is not None and options.output is not None:
         raise UsageError("The completion of -p goes to standard output; --output belongs to --input and synthetic prompts.")
     if options.restart and options.output is None:
@@ -189,7 +190,7 @@ def _run(
         )  # fmt: skip
 
     bar.say("loading the weights")
-    with Engine(planned, text=text, tell=tell) as engine:
+    with Engine(planned, text=text, tell=tell, on_store=bar.show_store()) as engine:
         engine.run(job, keep, show_step)
         report = engine.report()
     if report_file is not None:

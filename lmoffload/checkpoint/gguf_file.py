@@ -1,7 +1,8 @@
 """A GGUF file as a checkpoint: its metadata made a transformers configuration, its tensors named as transformers names them.
 
 Both follow transformers' own loader (`modeling_gguf_pytorch_utils.py`, `integrations/ggml.py` of 5.24), so that a file means here what it
-means there. What that loader passes over in silence though it changes the result (scaled rotary positions) is refused.
+means there. What that loader passes over in silence though it changes the result (scaled rotary positions) is understood where it is
+Llama 3's scaling, and else refused.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from lmoffload.checkpoint.gguf_header import GgufHeader, Metadata, read_gguf_header
 from lmoffload.checkpoint.huggingface import Stored
-from lmoffload.checkpoint.source import TensorSource
+from lmoffload.checkpoint.source import TensorSource, read_bytes
 from lmoffload_solver.errors import StatedError
 
 COMMON_FIELDS: Mapping[str, str] = MappingProxyType(
@@ -59,6 +60,11 @@ LAYER_NAMES: Mapping[str, str] = MappingProxyType(
 )
 
 
+ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3: Mapping[str, Any] = MappingProxyType({"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192})
+"""Of Llama 3.1, 3.2 and 3.3; only their factor differs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How one `general.architecture` of GGUF becomes a transformers model."""
@@ -95,7 +101,9 @@ def read_gguf(path: Path) -> Stored:
         )
     _check_features(path, str(name), header)
     config = config_of(str(name), header)
-    tensors = {parameter_name(tensor): source for tensor, source in header.tensors.items()}
+    if ROPE_FACTORS in header.tensors:
+        config["rope_scaling"] = llama3_scaling(path, header.tensors[ROPE_FACTORS], config)
+    tensors = {parameter_name(tensor): source for tensor, source in header.tensors.items() if tensor != ROPE_FACTORS}
     if architecture.permuted:
         tensors = {tensor: _with_row_order(tensor, source, config) for tensor, source in tensors.items()}
     generation_config: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
@@ -125,7 +133,30 @@ def _position_scaling(architecture: str, header: GgufHeader) -> str | None:
         for field in ("rope.scaling.factor", "rope.scale_linear"):
             if header.metadata.get(f"{architecture}.{field}", 1) not in (0, 1):
                 return field
-    return "rope_freqs.weight" if "rope_freqs.weight" in header.tensors else None
+    return None
+
+
+def llama3_scaling(path: Path, source: TensorSource, config: Mapping[str, Any]) -> dict[str, Any]:
+    """transformers' `rope_scaling` of the factors by which a file divides the rotary frequencies: Llama 3's, recognized by its factors,
+    which llama.cpp's convert_hf_to_gguf.py computes from the configuration.
+
+    Raises:
+        StatedError: they are others.
+    """
+    found = read_bytes(source, ROPE_FACTORS, 0, source.num_bytes).view(np.float32) if source.format == "fp32" else np.empty(0)
+    head_dim, theta = config.get("head_dim"), config.get("rope_theta", 10000.0)
+    if isinstance(head_dim, int) and found.size == head_dim // 2 and np.isfinite(found).all():
+        factor = float(found.max())
+        wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+        rounds = LLAMA3["original_max_position_embeddings"] / wavelengths
+        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+        smooth = np.clip((rounds - low) / (high - low), 0, 1)
+        if np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+            return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+    raise StatedError(
+        f"The GGUF file {path} scales rotary positions ({ROPE_FACTORS}) in another way than Llama 3 does, which does not run from GGUF: "
+        "take the original folder."
+    )
 
 
 def config_of(architecture: str, header: GgufHeader) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmoffload.environment import release_freed_memory
 from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
 from lmoffload.executor.meter import Meter
@@ -75,7 +74,6 @@ class Engine:
         check_plan(checkpoint.shape, plan)
         _check_kernels(plan)
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
-        release_freed_memory()
         process.reset_peak()
         formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
         checkpoint = with_formats(checkpoint, formats, cache=cache, on_progress=on_store)

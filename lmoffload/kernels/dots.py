@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Machine, V
-from lmoffload.kernels.stored import STEP, load_plain, load_step, step_bytes
+from lmoffload.kernels.stored import STEP, load_plain, load_step
 from lmoffload_solver.formats import FORMATS
 
 GROUP_SIZES = (6, 4, 2, 1)
@@ -120,12 +120,14 @@ class Dots:
 
     def _turn(self, index: V, sums: list[V], places: list[V], kept: list[V]) -> list[V]:
         code, width = self.code, self.code.width
-        stored = code.b.mul(index, code.whole(self.stride * step_bytes(self.format_name) // STEP))
         start = code.b.mul(index, code.whole(4 * self.stride))
         wide = []
         for address in places[: self.rows]:
-            here = code.at(address, stored)
-            wide.append([load_plain(code, self.format_name, here, width)] if self.plain else load_step(code, self.format_name, here))
+            if self.plain:
+                size = code.whole(width * FORMATS[self.format_name].block_bytes)
+                wide.append([load_plain(code, self.format_name, code.row(address, index, size), width)])
+            else:
+                wide.append(load_step(code, self.format_name, address, index))
         for part in range(self.stride // width):
             offset = code.b.add(start, code.whole(4 * width * part))
             for i, address in enumerate(kept):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,6 +37,19 @@ class BoundLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         out = linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool, self.bias)
         return out.view(*x.shape[:-1], matrix.n)
+
+
+class BoundWeight:
+    """Stands for a matrix that a forward of transformers gives to `torch.nn.functional.linear` itself, as routers of experts do."""
+
+    def __init__(self, product: BoundLinear) -> None:
+        self.product = product
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        assert function is torch.nn.functional.linear and len(args) == 2 and not kwargs, "only a product without bias takes this weight"
+        x, weight = args
+        return weight.product(x)
 
 
 class BoundHead(nn.Module):

@@ -20,6 +20,9 @@ class Weights(Protocol):
     def matrix(self, name: str) -> Matrix:
         """The stored matrix of this parameter name, resident or in the current ring buffer."""
 
+    def expert(self, name: str, index: int) -> tuple[Matrix, ...]:
+        """The stored matrix [N, K] of one expert, or those that its rows are split into."""
+
     def head_piece(self, unit: int) -> tuple[Matrix, int, int]:
         """(matrix, first_row, end_row) of the output head that this unit computes."""
 

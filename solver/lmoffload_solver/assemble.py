@@ -25,6 +25,7 @@ from lmoffload_solver.plan import (
 )
 from lmoffload_solver.program import Program
 from lmoffload_solver.rounding import Placement
+from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
 from lmoffload_solver.workload import Workload
 
@@ -141,7 +142,7 @@ def _shadow_prices(evaluator: Evaluator, candidate: Candidate, tokens: int) -> t
         return ()
     gain = tokens / solution.total_s**2
     memory = max(0.0, solution.seconds_per_byte) * GIB * gain
-    disk = max(0.0, solution.waiting_s) / choices.read_bytes_per_s * GIGABYTE * gain
+    disk = max(0.0, solution.waiting_s) / evaluator.disk.best_rate(READ_REQUEST_BYTES) * GIGABYTE * gain
     resource = "weights_memory" if solution.duals.get("capacity.weights", 0.0) < 0 else "host_memory"
     return (
         ShadowPrice(resource=resource, unit="GiB", gain_tokens_per_s=memory),

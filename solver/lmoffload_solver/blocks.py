@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmoffload_solver import counting
-from lmoffload_solver.costs import Array, LayerKind, MachineCosts, Phase
+from lmoffload_solver.costs import LayerKind, MachineCosts, Phase
+from lmoffload_solver.counting import Array
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.workload import Workload
 

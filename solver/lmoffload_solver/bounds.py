@@ -17,14 +17,13 @@ import numpy as np
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import BatchSizes, Block
 from lmoffload_solver.candidate import Candidate, Domain
-from lmoffload_solver.costs import Array, Contention, Phase
+from lmoffload_solver.costs import PHASES, Contention, Phase
+from lmoffload_solver.counting import Array
 from lmoffload_solver.prices import Prices
 from lmoffload_solver.rounding import Stream
-from lmoffload_solver.schedule import aligned_bytes
+from lmoffload_solver.schedule import aligned_bytes, largest_read
 from lmoffload_solver.value import TensorClass
 from lmoffload_solver.variants import EXACT, Offered, Variant, placed_classes
-
-PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -43,15 +42,24 @@ class StepSums:
 def streaming_bound_s(
     sums: StepSums, slow: Contention, read_bytes_per_s: float, largest_unit: float, head_bytes: float, depths: Array, streamed: Array
 ) -> Array:
-    """Seconds of the job that streaming so many bytes per step does not go below, for each pair of prefetch depth and bytes: the rows of
-    `program.Program`."""
-    read = (streamed / read_bytes_per_s)[:, None]
-    reading = read - ((depths + 1) * (largest_unit / read_bytes_per_s))[:, None] * sums.early
-    layers = (np.maximum(0.0, streamed - head_bytes) / largest_unit)[:, None]
+    """Seconds of the job that streaming so many bytes per step does not go below, for each pair of prefetch depth and bytes."""
+    early = (depths + 1) * (largest_unit / read_bytes_per_s)
+    layers = np.maximum(0.0, streamed - head_bytes) / largest_unit
+    return reading_bound_s(sums, slow, depths, streamed / read_bytes_per_s, early, layers)
+
+
+def reading_bound_s(sums: StepSums, slow: Contention, depths: Array, read_s: Array, early_s: Array, layers: Array) -> Array:
+    """Seconds of the job that so many seconds of reading a step do not go below, for each prefetch depth: the rows of `program.Program`.
+
+    Args:
+        early_s: reading that the ring buffers may have taken in before a step begins.
+        layers: layers that stream, at least.
+    """
+    reading = read_s[:, None] - early_s[:, None] * sums.early
     ahead = np.maximum(
         reading + sums.compute * (slow.compute * (1 - 1 / slow.read)), sums.compute + reading * (slow.read * (1 - 1 / slow.compute))
     )
-    serial = reading + layers * sums.layer
+    serial = reading + layers[:, None] * sums.layer
     return np.asarray(np.maximum(sums.compute, np.where((depths > 0)[:, None], ahead, serial)) @ sums.weight)
 
 
@@ -262,9 +270,8 @@ class Bounds:
                 continue
             largest = float(per_kind.max()) if stream == "layer" else max(option.largest for option in chosen)
             of_stream = sums if stream == "layer" else StepSums(sums.weight, sums.compute, sums.early, np.zeros_like(sums.layer))
-            bounds = streaming_bound_s(
-                of_stream, costs.contention, costs.disk.best_read_rate, largest, head_bytes, depths, np.where(fits, least, 0.0)
-            )
+            rate = costs.disk.best_rate(largest_read(largest, head_bytes))
+            bounds = streaming_bound_s(of_stream, costs.contention, rate, largest, head_bytes, depths, np.where(fits, least, 0.0))
             for depth, bound, fit in zip(self.domain.depths, bounds.tolist(), fits.tolist(), strict=True):
                 if fit:
                     yield bound, candidate.streaming(stream, depth)

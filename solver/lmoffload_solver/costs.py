@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lmoffload_solver import counting
+from lmoffload_solver.counting import Array
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import AttentionCurve, Curve, Disk, LinearCurve, MachineProfile
-from lmoffload_solver.model import LayerShape, ModelShape
+from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.plan import kernel_for
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
 
-Array = npt.NDArray[np.float64]
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 COMPUTE_RESOURCE: dict[Tier, Resource] = {"device": "device", "host": "host_compute"}
 """The server that computes where a tier's memory is."""
@@ -181,12 +181,38 @@ class DiskCosts:
         rate = float(rate_at(curve, num_bytes / num_requests))
         return num_bytes / rate + (latency.latency_s if latency is not None else 0.0)
 
-    @cached_property
-    def best_read_rate(self) -> float:
-        """Bytes per second that no unit's read exceeds."""
+    def best_rate(self, largest_bytes: float) -> float:
+        """Bytes per second that no read of a unit of at most `largest_bytes` exceeds."""
+        size = min(max(largest_bytes, 1.0), READ_REQUEST_BYTES)
         curves = self._read.values()
-        within = [rate for c in curves for size, rate in zip(c.x, c.y, strict=True) if size <= READ_REQUEST_BYTES]
-        return max([*within, *(float(rate_at(curve, READ_REQUEST_BYTES)) for curve in curves)])
+        within = [rate for c in curves for at, rate in zip(c.x, c.y, strict=True) if at <= size]
+        return max([*within, *(float(rate_at(curve, size)) for curve in curves)])
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer [N, K], or one of whose `num_experts` matrices of that size a token meets `per_token`."""
+
+    format: str
+    n: int
+    k: int
+    num_experts: int = 1
+    per_token: int = 1
+
+    @staticmethod
+    def of(model: ModelShape, tensor: TensorShape) -> Product:
+        """The product of a matrix or of a layer's experts."""
+        rows, columns = counting.matrix_size(tensor)
+        experts = tensor.num_experts
+        return Product(tensor.format, rows // experts, columns, experts, counting.experts_met(model, tensor))
+
+    def calls_and_rows(self, tokens: Array) -> tuple[Array, Array]:
+        """Matrices that `tokens` tokens are multiplied with, and the rows, padded, that each meets: as expected where they are experts."""
+        if self.num_experts == 1:
+            return np.ones_like(tokens), tokens
+        calls = counting.experts_hit(self.num_experts, self.per_token, tokens)
+        rows = self.per_token * tokens / calls / counting.ROW_MULTIPLE
+        return calls, np.ceil(rows) * counting.ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -194,16 +220,16 @@ class LayerKind:
     """Decoder layers that cost the same."""
 
     shape: LayerShape
-    matrices: tuple[tuple[str, int, int], ...]
-    """(format, N, K) of each linear layer."""
+    products: tuple[Product, ...]
+    """Of each linear layer."""
     elementwise_bytes: int
     """Per token."""
 
     @staticmethod
     def of(model: ModelShape, layer: int) -> LayerKind:
         """The kind of one layer of a model."""
-        matrices = tuple((t.format, *counting.matrix_size(t)) for t in counting.layer_matrices(model, layer))
-        return LayerKind(model.layers[layer], matrices, counting.elementwise_bytes(model, layer, 1))
+        products = tuple(Product.of(model, tensor) for tensor in counting.layer_matrices(model, layer))
+        return LayerKind(model.layers[layer], products, counting.elementwise_bytes(model, layer, 1))
 
 
 class MachineCosts:
@@ -226,7 +252,11 @@ class MachineCosts:
     def linear_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> list[Array]:
         """Seconds of each linear layer of a decoder layer, its hand-over to the pool included."""
         call = self.machine.overheads.call_s(self.compute_threads)
-        return [call + self.linear.seconds(kernel, *matrix, tokens) for matrix in kind.matrices]
+        seconds = []
+        for product in kind.products:
+            calls, rows = product.calls_and_rows(np.asarray(tokens, dtype=np.float64))
+            seconds.append(calls * (call + self.linear.seconds(kernel, product.format, product.n, product.k, rows)))
+        return seconds
 
     def rest_seconds(self, kind: LayerKind, tokens: Array) -> Array:
         """Seconds of a decoder layer outside its linear layers and its attention."""
@@ -262,7 +292,7 @@ class MachineCosts:
         if not on_disk:
             return 0.0
         latency = self.machine.overheads.random_read_s / self.disk.io_threads
-        return latency + counting.row_bytes(model.embedding) / self.disk.best_read_rate
+        return latency + counting.row_bytes(model.embedding) / self.disk.best_rate(READ_REQUEST_BYTES)
 
 
 def num_requests(piece_bytes: Sequence[int]) -> int:

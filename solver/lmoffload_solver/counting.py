@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from math import gcd, prod
 
+import numpy as np
+import numpy.typing as npt
+
 from lmoffload_solver.formats import format_of, stored_bytes
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.schedule import Unit
 from lmoffload_solver.value import TensorClass
+
+Array = npt.NDArray[np.float64]
 
 ACTIVATION_BYTES = 4
 """Bytes of one fp32 activation."""
@@ -30,6 +35,7 @@ def token_multiple(model: ModelShape) -> int:
     code behind the vectorised one, whose last bits may differ."""
     sizes = [model.hidden_size, model.intermediate_size]
     sizes += [size for layer in model.layers for size in (layer.key_dim, layer.value_dim)]
+    sizes += [model.expert_size] * (model.expert_size > 0) + [1] * model.has_scalar_gates
     return max(ROW_MULTIPLE, *(VECTOR_ELEMENTS // gcd(VECTOR_ELEMENTS, size) for size in sizes))
 
 
@@ -134,8 +140,22 @@ def linear_flops(tokens: int, n: int, k: int) -> int:
 
 
 def layer_linear_flops(model: ModelShape, layer: int, tokens: int) -> int:
-    """FLOPs of a decoder layer's linear layers."""
-    return sum(linear_flops(tokens, *matrix_size(tensor)) for tensor in layer_matrices(model, layer))
+    """FLOPs of a decoder layer's linear layers; a token meets `experts_per_token` of a tensor's experts."""
+    return sum(
+        linear_flops(tokens, *matrix_size(tensor)) * experts_met(model, tensor) // tensor.num_experts
+        for tensor in layer_matrices(model, layer)
+    )
+
+
+def experts_met(model: ModelShape, tensor: TensorShape) -> int:
+    """Matrices of a tensor that one token is multiplied with."""
+    return model.experts_per_token if tensor.tensor_class == "experts" else 1
+
+
+def experts_hit(num_experts: int, per_token: int, tokens: Array) -> Array:
+    """Expected number of different experts that `tokens` tokens choose, each `per_token` of them, all alike likely and independently:
+    E · (1 − (1 − k / E) ^ tokens). All others are neither read from memory nor computed."""
+    return np.asarray(num_experts * (1.0 - (1.0 - per_token / num_experts) ** tokens))
 
 
 def head_flops(model: ModelShape, rows: int) -> int:
@@ -161,13 +181,16 @@ def elementwise_bytes(model: ModelShape, layer: int, tokens: int) -> int:
 
     two norms (each reads, writes a normed copy, and rereads it: 3·hidden), two residual additions (read two, write one: 3·hidden);
     rotary embedding of q and k (two products, a rotated copy, a sum: 8 · their width); k and v appended to the cache (2 · their width);
-    activation and gate (read and write one, read two and write one: 5·intermediate).
+    activation and gate (read and write one, read two and write one: 5·intermediate, of all experts of a token);
+    a token gathered for each of its experts, their outputs weighted and added (read and write twice, read two and write one: 7·hidden).
     The profiler divides measured time by this count, so that only its proportions between models matter.
     """
     shape = model.layers[layer]
     query = shape.num_heads * shape.key_dim
     key, value = shape.num_kv_heads * shape.key_dim, shape.num_kv_heads * shape.value_dim
-    floats = 12 * model.hidden_size + 8 * (query + key) + 2 * (key + value) + 5 * model.intermediate_size
+    floats = 12 * model.hidden_size + 8 * (query + key) + 2 * (key + value) + 5 * model.mlp_width
+    if any(tensor.tensor_class == "experts" for tensor in model.by_layer[layer]):
+        floats += 7 * model.experts_per_token * model.hidden_size
     return ACTIVATION_BYTES * floats * tokens
 
 

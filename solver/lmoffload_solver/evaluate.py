@@ -10,14 +10,16 @@ import numpy as np
 
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, StepSeconds
-from lmoffload_solver.bounds import StepSums, least_streamed, streaming_bound_s
+from lmoffload_solver.bounds import StepSums, least_streamed, reading_bound_s, streaming_bound_s
 from lmoffload_solver.candidate import Candidate
-from lmoffload_solver.costs import Array, Contention, Phase, num_requests
+from lmoffload_solver.costs import Contention, Phase, num_requests
+from lmoffload_solver.counting import Array
 from lmoffload_solver.memory import Parts
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Choices, ProgramStep, WeightClass
-from lmoffload_solver.rounding import Placement, Rounding, Stream
+from lmoffload_solver.rounding import Level, Placement, Rounding, Stream
+from lmoffload_solver.schedule import largest_read
 from lmoffload_solver.simulate import StepWork, pipeline
 from lmoffload_solver.variants import Variant
 
@@ -81,8 +83,12 @@ class Evaluator:
     def _streaming_bound_s(self, candidate: Candidate, streamed: Array) -> Array:
         costs = self.prices.costs(candidate.threads)
         depths = np.full(len(streamed), float(candidate.prefetch_depth))
-        largest, rate = self.largest_unit[candidate.stream], costs.disk.best_read_rate
+        largest, rate = self.largest_unit[candidate.stream], self.read_rate(candidate)
         return streaming_bound_s(self.sums(candidate), costs.contention, rate, largest, self.head_bytes, depths, streamed)
+
+    def read_rate(self, candidate: Candidate) -> float:
+        """Bytes per second that no unit's read exceeds."""
+        return self.disk.best_rate(largest_read(self.largest_unit[candidate.stream], self.head_bytes))
 
     def _sums(self, candidate: Candidate) -> StepSums:
         steps = self.program_steps(candidate)
@@ -100,7 +106,7 @@ class Evaluator:
             candidate.stream,
             self.largest_unit[candidate.stream],
             candidate.prefetch_depth,
-            costs.disk.best_read_rate,
+            self.read_rate(candidate),
             costs.contention,
             self.capacity.memory_bytes - self.parts(candidate, True).total,
             None if weights is None else weights - self.memory.vectors_bytes,
@@ -134,20 +140,37 @@ class Evaluator:
                 yield from self.roundings[candidate.stream].placements(room, candidate.prefetch_depth, head_at_home)
 
     def bounded_placements(self, candidate: Candidate) -> list[tuple[float, Placement]]:
-        """The placements, each with a bound by the bytes it streams, lowest first."""
+        """The placements, each with a bound by the reads of its units, lowest first."""
         placements = list(self.placements(candidate))
-        streamed = np.array([placement.streamed_bytes for placement in placements], dtype=np.float64)
-        bounds = self._streaming_bound_s(candidate, streamed)
+        if not placements:
+            return []
+        depth = candidate.prefetch_depth
+        reads = [self.reads(placement) for placement in placements]
+        read = np.array([sum(of_step) for of_step in reads])
+        early = np.array([(depth + 1) * max(of_step) for of_step in reads])
+        layers = np.array([float(sum(level.stored > 0 for level in p.layers) - 1) for p in placements])
+        slow = self.prices.costs(candidate.threads).contention if depth else Contention()
+        bounds = reading_bound_s(self.sums(candidate), slow, np.full(len(read), float(depth)), read, early, np.maximum(layers, 0.0))
         return sorted(zip(bounds.tolist(), placements, strict=True), key=lambda pair: pair[0])
+
+    def reads(self, placement: Placement) -> list[float]:
+        """Seconds to read what each unit of a step streams, alone."""
+        of_level: dict[Level, list[float]] = {}
+        found = [0.0]
+        for level in placement.layers:
+            if level not in of_level:
+                of_level[level] = [self.prices.read_seconds(p.stored, p.requests) if p.stored else 0.0 for p in level.parts]
+            found += of_level[level]
+        return found + [self.prices.read_seconds(size, num_requests([size])) if size else 0.0 for size in placement.head_pieces]
 
     def simulate(self, candidate: Candidate, placement: Placement) -> Simulated:
         """The job's times: every different block's sampled steps one after another, a repeated block twice (the second time the ring is
         already full), each step weighted with what it stands for."""
         blocks = self.prices.blocks(candidate.block_rows)
-        streams = placement.streams
+        streams, reads = placement.streams, self.reads(placement)
         work, weights, full = [], [], []
         for number, block in enumerate(blocks):
-            steps = [self.step_work(candidate, placement, seconds) for seconds in self._steps_of(candidate, block)]
+            steps = [self.step_work(candidate, placement, seconds, reads) for seconds in self._steps_of(candidate, block)]
             for count in (1,) if block.count == 1 else (1, block.count - 1):
                 work.extend(steps)
                 weights.extend([count * step.weight for step in self.job(candidate.threads).steps])
@@ -166,22 +189,24 @@ class Evaluator:
             (float(read[decode].sum()), float(compute[decode].sum())),
         )
 
-    def step_work(self, candidate: Candidate, placement: Placement, seconds: StepSeconds) -> StepWork:
+    def step_work(self, candidate: Candidate, placement: Placement, seconds: StepSeconds, reads: list[float]) -> StepWork:
         """Seconds by unit of one step, slowed where reading and computing run at once."""
         job = self.job(candidate.threads)
-        parts = [(layer, part) for layer, level in enumerate(placement.layers) for part in level.parts]
-        read = [0.0, *(self.prices.read_seconds(part.stored, part.requests) if part.stored else 0.0 for _, part in parts)]
-        read += [self.prices.read_seconds(size, num_requests([size])) if size else 0.0 for size in placement.head_pieces]
+        compute = [seconds.lookup if not placement.embedding_at_home else 0.0]
+        of_level: dict[tuple[int, Level], list[float]] = {}
+        for layer, level in enumerate(placement.layers):
+            key = (job.kind_of_layer[layer], level)
+            if key not in of_level:
+                of_level[key] = [job.part_seconds(layer, seconds, part.computes, part.computes[0] == 0) for part in level.parts]
+            compute += of_level[key]
         head = [seconds.head * (size / self.head_bytes if size else 1.0) + seconds.piece for size in placement.head_pieces]
         head[-1] += seconds.around
-        layers = (job.part_seconds(layer, seconds, part.computes, part.computes[0] == 0) for layer, part in parts)
-        compute = [seconds.lookup if not placement.embedding_at_home else 0.0, *layers, *head]
+        compute += head
         slow = job.costs.contention if candidate.prefetch_depth else Contention()
-        read_sum, compute_sum = sum(read), sum(compute)
+        read_sum, compute_sum = sum(reads), sum(compute)
         read_slow, compute_slow = slow.stretched(read_sum, compute_sum) if read_sum else (0.0, compute_sum)
-        read_scale = read_slow / read_sum if read_sum else 1.0
-        compute_scale = compute_slow / compute_sum
-        return StepWork(tuple(r * read_scale for r in read), tuple(c * compute_scale for c in compute))
+        read_scale, compute_scale = read_slow / read_sum if read_sum else 1.0, compute_slow / compute_sum
+        return StepWork(tuple(r * read_scale for r in reads), tuple(c * compute_scale for c in compute))
 
     def _steps_of(self, candidate: Candidate, block: Block) -> tuple[StepSeconds, ...]:
         prefill = self.block_steps(candidate.threads, block, candidate.micro_batch, "prefill", candidate.prefill_kernel)

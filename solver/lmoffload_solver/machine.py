@@ -144,6 +144,8 @@ class Contention(Value):
     second: str
     first_slowdown: float = Field(ge=0)
     second_slowdown: float = Field(ge=0)
+    format: str | None = None
+    """Stored format of the weights that are computed with; None: not told."""
 
 
 class HostLimits(Value):

@@ -89,9 +89,9 @@ class JobMemory:
         self._attention = max(
             2 * model.hidden_size + 5 * s.num_heads * s.key_dim + 3 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers
         )
-        self._mlp = 2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size
+        self._mlp = max(2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size, _experts(model))
         attention = [2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers]
-        self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.intermediate_size)
+        self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.mlp_width)
         self._tile_bytes = PACKING_BYTES + max(_tile_bytes(*counting.matrix_size(t)) for t in model.tensors if t.is_matrix)
 
     def kv_bytes(self, block_rows: int) -> int:
@@ -142,7 +142,8 @@ class JobMemory:
     def layer_bytes(self, tokens: int) -> int:
         """Temporaries of a decoder layer over `tokens` tokens, fp32, the larger of
         attention: normed copies 2·hidden; q with its rotated copies 5·query; k and v with theirs 3·(key + value);
-        MLP: normed copies 2·hidden; gate (or gate and up in one), its activation, and up or their product: widest + 2·intermediate."""
+        MLP: normed copies 2·hidden; gate (or gate and up in one), its activation, and up or their product: widest + 2·intermediate;
+        experts: see `_experts`."""
         return ACTIVATION_BYTES * tokens * max(self._attention, self._mlp)
 
     def head_bytes(self, tokens: int, rows: int, block_rows: int, head_streams: bool) -> int:
@@ -162,12 +163,13 @@ def placeable(model: ModelShape) -> tuple[str, ...]:
 def pinned_bytes(model: ModelShape) -> int:
     """Bytes of the matrices that are always resident (position tables, projections outside the layers)."""
     names = set(placeable(model))
-    return sum(aligned_bytes(counting.tensor_bytes(t)) for t in model.tensors if t.is_matrix and t.name not in names)
+    return sum(aligned_bytes(counting.tensor_bytes(t), t.num_runs) for t in model.tensors if t.is_matrix and t.name not in names)
 
 
 def resident_bytes(model: ModelShape, tensors: Mapping[str, TensorPlan], tier: str = "host") -> int:
     """Memory of the matrices at home in a tier whose home is a choice; each takes its aligned superset."""
-    return sum(aligned_bytes(counting.tensor_bytes(model.by_name[name])) for name in placeable(model) if tensors[name].tier == tier)
+    homes = (model.by_name[name] for name in placeable(model) if tensors[name].tier == tier)
+    return sum(aligned_bytes(counting.tensor_bytes(tensor), tensor.num_runs) for tensor in homes)
 
 
 def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> dict[str, int]:
@@ -224,6 +226,14 @@ def _tile_bytes(n: int, k: int) -> int:
     """One thread's tile of a matrix [N, K] and the product over it."""
     rows = min(n, max(16, TILE_BYTES // (ACTIVATION_BYTES * k)))
     return ACTIVATION_BYTES * rows * (k + TILE_ROWS_AT_ONCE)
+
+
+def _experts(model: ModelShape) -> int:
+    """Elements that a layer of experts holds for a token at most, all tokens choosing the same expert: normed copies 2·hidden, the
+    activations of all its experts, a sorted index for each (3 numbers of 8 bytes), and the larger of the token gathered with one expert's
+    gate and up, activation and product (hidden + 4·size), and the sum of outputs, one of them and its weighted copy (3·hidden)."""
+    kept = 2 * model.hidden_size + model.experts_per_token * (model.expert_size + 6)
+    return kept + max(model.hidden_size + 4 * model.expert_size, 3 * model.hidden_size) if model.experts_per_token else 0
 
 
 def _widest_mlp(model: ModelShape) -> int:

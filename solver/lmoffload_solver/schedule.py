@@ -36,6 +36,8 @@ class Piece:
     first_row: int
     end_row: int
     num_bytes: int
+    num_runs: int = 1
+    """In how many places of its files it lies at most, in equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Unit:
     @property
     def slot_bytes(self) -> int:
         """Buffer bytes reserved for this unit: every piece as its aligned superset."""
-        return sum(aligned_bytes(piece.num_bytes) for piece in self.streamed)
+        return sum(aligned_bytes(piece.num_bytes, piece.num_runs) for piece in self.streamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,9 @@ class Task:
     """Ring buffer that the task fills (read_weights) or uses (compute)."""
 
 
-def aligned_bytes(num_bytes: int) -> int:
-    """Largest aligned superset of `num_bytes` stored at any offset: whole pages that touch them."""
-    return (num_bytes + 2 * PAGE_BYTES - 2) // PAGE_BYTES * PAGE_BYTES
+def aligned_bytes(num_bytes: int, num_runs: int = 1) -> int:
+    """Largest aligned superset of `num_bytes` stored at any offset, in `num_runs` equal parts: whole pages that touch them."""
+    return num_runs * ((num_bytes // num_runs + 2 * PAGE_BYTES - 2) // PAGE_BYTES * PAGE_BYTES)
 
 
 def units_of(model: ModelShape, plan: Plan) -> tuple[Unit, ...]:
@@ -116,6 +118,11 @@ def units_of(model: ModelShape, plan: Plan) -> tuple[Unit, ...]:
 
 HEAD_PIECE_BYTES = 16 * 2**20
 """Size of the pieces of a streamed head when no layer streams."""
+
+
+def largest_read(largest_unit: float, head_bytes: float) -> float:
+    """Bytes that no unit's read exceeds: the largest layer's (or matrix's), or a piece of the head where none of them streams."""
+    return max(largest_unit, min(head_bytes, HEAD_PIECE_BYTES))
 
 
 def slot_bytes(units: tuple[Unit, ...]) -> int:
@@ -181,7 +188,8 @@ def block_tasks(
 
 
 def _whole(tensor: TensorShape, plan: Plan) -> Piece:
-    return Piece(tensor.name, 0, _rows(tensor.shape), stored_bytes(tensor.shape, plan.weights.tensors[tensor.name].format))
+    num_bytes = stored_bytes(tensor.shape, plan.weights.tensors[tensor.name].format)
+    return Piece(tensor.name, 0, _rows(tensor.shape), num_bytes, tensor.num_runs)
 
 
 def _groups(matrices: list[str], streamed: dict[str, Piece]) -> list[tuple[str, ...]]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, Step, StepSeconds, blocks_of
-from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, disk_of, num_requests
+from lmoffload_solver.costs import PHASES, Contention, DiskCosts, MachineCosts, Phase, disk_of, num_requests
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, kept_model
 from lmoffload_solver.schedule import Task, Unit, block_tasks, units_of
 from lmoffload_solver.simulate import Timed, walk
+from lmoffload_solver.value import Resource
 
 
 class PlanCosts:
@@ -90,3 +91,14 @@ def block_timeline(costs: PlanCosts, block: Block | None = None) -> list[Timed]:
     batches = len(block.micro_batches(costs.plan.micro_batch))
     tasks = block_tasks(costs.units, len(costs.steps), batches, costs.plan.prefetch_depth)
     return walk(tasks, costs.of_block(block))
+
+
+def job_busy(costs: PlanCosts) -> dict[Phase, dict[Resource, float]]:
+    """Seconds that each resource works in each phase of the whole job, sampled steps weighted with what they stand for."""
+    busy: dict[Phase, dict[Resource, float]] = {phase: {} for phase in PHASES}
+    for block in costs.blocks:
+        for timed in block_timeline(costs, block):
+            step, of_phase = costs.steps[timed.task.step], busy["decode" if timed.task.step else "prefill"]
+            seconds = block.count * step.weight * (timed.end_s - timed.begin_s)
+            of_phase[timed.task.resource] = of_phase.get(timed.task.resource, 0.0) + seconds
+    return busy

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.model import LayerShape
+from lmoffload_solver.model import LayerShape, ModelShape
+from lmoffload_solver.schedule import aligned_bytes
 from tests.solver.toys import make_model
 
 LAYER = 4 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
@@ -80,3 +82,33 @@ def test_main_format_is_that_of_most_bytes() -> None:
     mixed = model.model_copy(update={"tensors": (*model.tensors[:-1], head)})
     assert counting.main_format(mixed) == "bf16"
     assert counting.main_format(mixed, "head") == "fp32"
+
+
+def with_experts() -> ModelShape:
+    """The toy with 8 experts of 32 in layer 0, of which a token meets 2, each stored on its own."""
+    toy = make_model()
+    experts = (
+        toy.tensors[1].model_copy(update={"name": "0.experts.up", "shape": (8, 64, 64), "tensor_class": "experts", "num_runs": 16}),
+        toy.tensors[1].model_copy(update={"name": "0.experts.down", "shape": (8, 64, 32), "tensor_class": "experts", "num_runs": 8}),
+    )
+    kept = [t for t in toy.tensors if t.layer != 0 or t.tensor_class != "mlp"]
+    fields = {name: getattr(toy, name) for name in ModelShape.model_fields}
+    return ModelShape(**{**fields, "tensors": (*kept, *experts), "experts_per_token": 2, "expert_size": 32})
+
+
+def test_experts() -> None:
+    model = with_experts()
+    assert counting.class_bytes(model)["experts"] == 4 * 8 * (64 * 64 + 64 * 32)
+    assert counting.layer_linear_flops(model, 0, 3) == 2 * 3 * (12288 + 2 * (64 * 64 + 64 * 32))
+    hit = counting.experts_hit(8, 2, np.array([1.0, 2.0, 1000.0]))
+    assert hit == pytest.approx([2, 8 * (1 - 0.75**2), 8])
+    assert model.mlp_width == 128
+    assert counting.elementwise_bytes(model, 0, 1) - counting.elementwise_bytes(make_model(), 0, 1) == 4 * 7 * 2 * 64
+    assert counting.elementwise_bytes(model, 1, 1) == counting.elementwise_bytes(make_model(), 1, 1)
+
+
+def test_experts_become_tiles_of_their_own() -> None:
+    experts = with_experts().by_name["0.experts.up"]
+    assert experts.can_become("int8")
+    assert not experts.model_copy(update={"shape": (8, 24, 64)}).can_become("int8"), "two experts would share a tile of 16 rows"
+    assert aligned_bytes(8 * 16384, 8) == 8 * 5 * 4096, "each part may touch a page more than it fills"

@@ -79,7 +79,7 @@ all_limits = st.builds(
     micro_batch=st.sampled_from([None, 3]),
     num_micro_batches=st.sampled_from([None, 2]),
 )
-slow = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 
 
 @slow
