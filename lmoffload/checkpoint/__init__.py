@@ -6,7 +6,7 @@ from lmoffload.checkpoint.inspection import Inspection, inspect
 from lmoffload.checkpoint.names import named_config, named_configs, named_shape
 from lmoffload.checkpoint.quantized import with_formats
 from lmoffload.checkpoint.source import TensorSource
-from lmoffload.checkpoint.store import StoreProgress, open_store, prepare_store, store_bytes
+from lmoffload.checkpoint.store import StoreProgress, open_store, prepare_store, remove_store, store_bytes
 from lmoffload.checkpoint.tokenizer import load_tokenizer, transformers_config
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "open_checkpoint",
     "open_store",
     "prepare_store",
+    "remove_store",
     "store_bytes",
     "transformers_config",
     "with_formats",

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from lmoffload.checkpoint.encode import can_hold, encoded, source_digest
 from lmoffload.checkpoint.manifest import (
+    MANIFEST_FILE,
     VERSION,
     Header,
     Manifest,
@@ -107,6 +108,23 @@ def prepare_store(
             return _filled(checkpoint, manifest, names, on_progress)
     except OSError as error:
         raise StatedError(f"The quantized weights cannot be written to {folder}: {error.strerror or error}.") from error
+
+
+def remove_store(checkpoint: Checkpoint, format_name: str, cache: Path | None = None) -> None:
+    """Remove a store, if there is one, when nobody writes it; whoever reads its file keeps it until closed.
+
+    Raises:
+        StatedError: it cannot be removed.
+    """
+    folder = store_folder(checkpoint, format_name, cache)
+    try:
+        if folder.is_dir():
+            with _lock(folder):
+                (folder / MANIFEST_FILE).unlink(missing_ok=True)
+                for data in folder.glob("weights-*"):
+                    data.unlink()
+    except OSError as error:
+        raise StatedError(f"The quantized weights in {folder} cannot be removed: {error.strerror or error}.") from error
 
 
 @contextmanager

@@ -20,7 +20,6 @@ from lmoffload.modeling.bind import lookup
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
 
-
 SCORED_TOGETHER = 32
 """Positions whose probabilities are computed at once: a copy of so many logits."""
 

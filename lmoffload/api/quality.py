@@ -1,0 +1,216 @@
+"""`quality`: what each format costs a model, measured on a text through the kernels that runs use, and kept for later plans."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmoffload.api.losses import save_losses
+from lmoffload.api.machine import Machine, machine_of
+from lmoffload.api.model import Model, open_model
+from lmoffload.api.planning import ModelPlan, solve_for
+from lmoffload.api.telling import Tell, tell_on_stderr
+from lmoffload.checkpoint import Checkpoint, StoreProgress, open_store, remove_store, with_formats
+from lmoffload.environment import prepare_threads
+from lmoffload.errors import StatedError, UsageError
+from lmoffload.report.progress import ProgressBar
+from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.loss import Activations, Loss, LossTable, MeasuredText
+from lmoffload_solver.plan import KernelsPlan, Named
+from lmoffload_solver.variants import everything_in
+from lmoffload_solver.workload import Limits, Workload
+
+if TYPE_CHECKING:
+    from lmoffload.executor import Score
+    from lmoffload.jobs.text import Text
+
+WINDOW = 512
+"""Tokens of a piece of text that the model sees at once."""
+
+DEFAULT_TOKENS = 2048
+"""Enough to rank formats; SmolLM2 takes about a minute on two cores."""
+
+LEAST_TOKENS = 64
+
+KERNEL_OF: dict[Activations, str] = {"fp32": "widen_tiles", "int8": "int8_dot"}
+"""A kernel that stands for all that round activations so."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOn:
+    """The text, cut into windows."""
+
+    name: str
+    windows: tuple[tuple[int, ...], ...]
+
+    @property
+    def described(self) -> MeasuredText:
+        digest = hashlib.sha256(b"".join(token.to_bytes(4, "little") for window in self.windows for token in window)).hexdigest()
+        return MeasuredText(name=self.name, digest=digest[:16], tokens=sum(len(window) - 1 for window in self.windows))
+
+
+def measure_losses(
+    name: str | Path,
+    *,
+    text_file: Path | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    limits: Limits | None = None,
+    machine: str | None = None,
+    bar: ProgressBar | None = None,
+    tell: Tell = tell_on_stderr,
+) -> LossTable:
+    """Measure what every format of weights costs a model, and keep the table in the user's data directory.
+
+    Each format is put in a store of its own, one at a time; a store that was not there before is removed when it has been measured.
+
+    Args:
+        name: a folder in Hugging Face layout, a .gguf file, or a hub id.
+        text_file: UTF-8 text to measure on, instead of the one that comes with lmoffload.
+        tokens: how much of the text to take at most.
+        limits: memory, threads and batches, as for a run.
+
+    Raises:
+        InfeasibleError: no plan exists within the limits.
+        StatedError: the model or the text cannot be read, or the disk has no room for a store.
+    """
+    if tokens < LEAST_TOKENS:
+        raise UsageError(f"The number given for tokens is {tokens}; it must be at least {LEAST_TOKENS}.")
+    model = open_model(name)
+    checkpoint = model.require_checkpoint()
+    for remark in (*checkpoint.remarks, *prepare_threads()):
+        tell(remark)
+    on = machine_of(machine, checkpoint.path, on_progress=None if bar is None else bar.show_profiling, tell=tell)
+    from lmoffload.jobs.text import Text
+
+    text = _text(Text(checkpoint), text_file, tokens, model)
+    measuring = Measuring(model, checkpoint, on, limits or Limits(), text, bar, tell)
+    table = measuring.table()
+    save_losses(table)
+    return table
+
+
+class Measuring:
+    """One measurement of a model's losses."""
+
+    def __init__(
+        self, model: Model, checkpoint: Checkpoint, machine: Machine, limits: Limits, text: MeasuredOn, bar: ProgressBar | None, tell: Tell
+    ) -> None:
+        self.model, self.checkpoint, self.limits, self.text, self.tell = model, checkpoint, limits, text, tell
+        self.machine = _with_every_format(machine)
+        self.formats = [fmt for fmt in QUANTIZED if everything_in(model.shape, fmt) is not None]
+        self.progress = _Progress(bar, 1 + len(KERNEL_OF) * len(self.formats))
+
+    def table(self) -> LossTable:
+        """Measure everything."""
+        reference = self._scores(self.checkpoint, "fp32", "the model as it is stored")
+        losses = [loss for fmt in self.formats for loss in self._losses_of(fmt, reference)]
+        return LossTable(
+            model=Named(name=self.model.shape.name, digest=self.model.digest, place=self.model.place),
+            text=self.text.described,
+            reference_perplexity=_perplexity(reference),
+            losses=tuple(losses),
+        )
+
+    def _losses_of(self, fmt: str, reference: Sequence[Score]) -> Iterator[Loss]:
+        with self._stored(fmt) as view:
+            for activations in KERNEL_OF:
+                scores = self._scores(view, activations, f"weights {fmt}, activations {activations}")
+                perplexity = _perplexity(scores)
+                yield Loss(
+                    what="weights",
+                    format=fmt,
+                    activations=activations,
+                    rounding="nearest",
+                    perplexity=perplexity,
+                    loss=perplexity / _perplexity(reference) - 1,
+                    equal_tokens=_equal_tokens(scores, reference),
+                )
+
+    @contextmanager
+    def _stored(self, fmt: str) -> Iterator[Checkpoint]:
+        """The model with everything in a format; stores that were not there before are gone afterwards."""
+        kept = everything_in(self.model.shape, fmt)
+        assert kept is not None
+        formats = {t.name: t.format for t in kept.tensors if t.format in QUANTIZED}
+        new = {name for name in set(formats.values()) if open_store(self.checkpoint, name, ()) is None}
+        try:
+            yield with_formats(self.checkpoint, formats, on_progress=self.progress.storing)
+        finally:
+            for name in new:
+                remove_store(self.checkpoint, name)
+
+    def _scores(self, view: Checkpoint, activations: Activations, what: str) -> list[Score]:
+        from lmoffload import executor
+
+        with executor.Engine(view, self._plan(view, activations).plan) as engine:
+            scores = engine.score(self.text.windows, on_progress=self.progress.running(what))
+        self.progress.done += 1
+        return scores
+
+    def _plan(self, view: Checkpoint, activations: Activations) -> ModelPlan:
+        """A plan to score the windows within the limits, whatever its speed: the kernel is the one to be measured."""
+        lengths = [len(window) for window in self.text.windows]
+        workload = Workload.of_lengths(lengths, 1).model_copy(update={"scored": True})
+        planned = solve_for(Model(view.shape, view, self.model.place), self.machine, workload, self.limits)
+        kernel = KERNEL_OF[activations]
+        return replace(planned, plan=planned.plan.model_copy(update={"kernels": KernelsPlan(prefill=kernel, decode=kernel)}))
+
+
+def _with_every_format(machine: Machine) -> Machine:
+    """The machine with curves for formats that it has not measured: those of another, since a plan made to score needs no true times."""
+    known = {curve.format for curve in machine.profile.linear}
+    model = machine.profile.linear[0].format
+    curves = [curve for curve in machine.profile.linear if curve.format == model]
+    more = [curve.model_copy(update={"format": fmt}) for fmt in QUANTIZED if fmt not in known for curve in curves]
+    return replace(machine, profile=machine.profile.model_copy(update={"linear": (*machine.profile.linear, *more)}))
+
+
+class _Progress:
+    """Shares of the whole measurement, every run counted alike."""
+
+    def __init__(self, bar: ProgressBar | None, num_runs: int) -> None:
+        self._bar, self._num_runs, self.done, self._began = bar, num_runs, 0, time.monotonic()
+
+    def storing(self, progress: StoreProgress) -> None:
+        self._show(f"rounding weights to {progress.format}, {progress.done_bytes / progress.total_bytes:.0%}", 0.0)
+
+    def running(self, what: str) -> Callable[[float], None]:
+        return lambda share: self._show(what, share)
+
+    def _show(self, what: str, share: float) -> None:
+        if self._bar is not None:
+            whole, elapsed = (self.done + share) / self._num_runs, time.monotonic() - self._began
+            self._bar.show(what, whole, elapsed * (1 - whole) / whole if whole else 0.0)
+
+
+def _text(text: Text, file: Path | None, tokens: int, model: Model) -> MeasuredOn:
+    from lmoffload.jobs.sample import measured_sample
+
+    if file is None:
+        sample = measured_sample()
+        name, words = sample.name, sample.text
+    else:
+        try:
+            name, words = file.name, file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StatedError(f"The text {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
+    windows = text.windows(words, min(WINDOW, (model.shape.max_positions or WINDOW + 1) - 1), tokens)
+    if sum(map(len, windows)) < LEAST_TOKENS:
+        raise StatedError(f"The text {name} has fewer than {LEAST_TOKENS} tokens: give a longer one.")
+    return MeasuredOn(name, windows)
+
+
+def _perplexity(scores: Sequence[Score]) -> float:
+    total = sum(float(score.log_probabilities.double().sum()) for score in scores)
+    return math.exp(-total / sum(len(score.log_probabilities) for score in scores))
+
+
+def _equal_tokens(scores: Sequence[Score], reference: Sequence[Score]) -> float:
+    equal = sum(int((one.likeliest == other.likeliest).sum()) for one, other in zip(scores, reference, strict=True))
+    return equal / sum(len(score.likeliest) for score in reference)
