@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lmoffload.checkpoint import read_importance, rounding_of
 from lmoffload.documents import write_whole
 from lmoffload.errors import StatedError
 from lmoffload.settings import Settings
@@ -32,7 +33,8 @@ def save_losses(table: LossTable) -> Path:
 
 
 def load_losses(fingerprint: str) -> LossTable | None:
-    """What was measured of a model, or None where nothing was.
+    """What was measured of a model, or None where nothing was. What was measured of weights that would be rounded in another way now,
+    because the calibration was lost or made anew, is left out.
 
     Raises:
         StatedError: the file is no table.
@@ -41,6 +43,9 @@ def load_losses(fingerprint: str) -> LossTable | None:
     if not path.exists():
         return None
     try:
-        return read_value(LossTable, path, "table of losses")
+        table = read_value(LossTable, path, "table of losses")
     except StatedError as error:
         raise StatedError(f"{str(error).rstrip('.')}; run `lmoffload quality` to measure this model anew.") from error
+    importance = read_importance(fingerprint)
+    true = tuple(loss for loss in table.losses if loss.rounding in (None, rounding_of(loss.format, importance)))
+    return table.model_copy(update={"losses": true})

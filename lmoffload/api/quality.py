@@ -7,28 +7,38 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmoffload.api.losses import save_losses
 from lmoffload.api.machine import Machine, machine_of
 from lmoffload.api.model import Model, open_model
-from lmoffload.api.planning import ModelPlan, solve_for
+from lmoffload.api.planning import solve_for
 from lmoffload.api.telling import Tell, tell_on_stderr
-from lmoffload.checkpoint import Checkpoint, StoreProgress, open_store, remove_store, with_formats
+from lmoffload.checkpoint import (
+    Checkpoint,
+    Importance,
+    StoreProgress,
+    open_store,
+    read_importance,
+    remove_store,
+    rounding_of,
+    with_formats,
+    write_importance,
+)
 from lmoffload.environment import prepare_threads
 from lmoffload.errors import StatedError, UsageError
 from lmoffload.report.progress import ProgressBar
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.loss import Activations, Loss, LossTable, MeasuredText
-from lmoffload_solver.plan import KernelsPlan, Named
+from lmoffload_solver.plan import KernelsPlan, Named, Plan
 from lmoffload_solver.variants import everything_in
 from lmoffload_solver.workload import Limits, Workload
 
 if TYPE_CHECKING:
     from lmoffload.executor import Score
-    from lmoffload.jobs.text import Text
+    from lmoffload.jobs.sample import Sample
 
 WINDOW = 512
 """Tokens of a piece of text that the model sees at once."""
@@ -42,17 +52,29 @@ KERNEL_OF: dict[Activations, str] = {"fp32": "widen_tiles", "int8": "int8_dot"}
 """A kernel that stands for all that round activations so."""
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredOn:
-    """The text, cut into windows."""
+Windows = Sequence[Sequence[int]]
 
-    name: str
-    windows: tuple[tuple[int, ...], ...]
 
-    @property
-    def described(self) -> MeasuredText:
-        digest = hashlib.sha256(b"".join(token.to_bytes(4, "little") for window in self.windows for token in window)).hexdigest()
-        return MeasuredText(name=self.name, digest=digest[:16], tokens=sum(len(window) - 1 for window in self.windows))
+class Texts:
+    """Cuts texts into windows of tokens of one model."""
+
+    def __init__(self, model: Model, tokens: int) -> None:
+        from lmoffload.jobs.text import Text
+
+        self._text = Text(model.require_checkpoint())
+        self._length = min(WINDOW, (model.shape.max_positions or WINDOW + 1) - 1)
+        self._tokens = tokens
+
+    def of(self, sample: Sample) -> Windows:
+        """The text's first windows.
+
+        Raises:
+            StatedError: it is too short.
+        """
+        windows = self._text.windows(sample.text, self._length, self._tokens)
+        if sum(map(len, windows)) < LEAST_TOKENS:
+            raise StatedError(f"The text {sample.name} has fewer than {LEAST_TOKENS} tokens: give a longer one.")
+        return windows
 
 
 def measure_losses(
@@ -86,11 +108,7 @@ def measure_losses(
     for remark in (*checkpoint.remarks, *prepare_threads()):
         tell(remark)
     on = machine_of(machine, checkpoint.path, on_progress=None if bar is None else bar.show_profiling, tell=tell)
-    from lmoffload.jobs.text import Text
-
-    text = _text(Text(checkpoint), text_file, tokens, model)
-    measuring = Measuring(model, checkpoint, on, limits or Limits(), text, bar, tell)
-    table = measuring.table()
+    table = Measuring(model, on, limits or Limits(), tokens, bar).table(_sample(text_file))
     save_losses(table)
     return table
 
@@ -99,23 +117,42 @@ class Measuring:
     """One measurement of a model's losses."""
 
     def __init__(
-        self, model: Model, checkpoint: Checkpoint, machine: Machine, limits: Limits, text: MeasuredOn, bar: ProgressBar | None, tell: Tell
+        self, model: Model, machine: Machine, limits: Limits, tokens: int, bar: ProgressBar | None
     ) -> None:
-        self.model, self.checkpoint, self.limits, self.text, self.tell = model, checkpoint, limits, text, tell
+        self.model, self.checkpoint, self.limits, self.texts = model, model.require_checkpoint(), limits, Texts(model, tokens)
         self.machine = _with_every_format(machine)
         self.formats = [fmt for fmt in QUANTIZED if everything_in(model.shape, fmt) is not None]
-        self.progress = _Progress(bar, 1 + len(KERNEL_OF) * len(self.formats))
+        self.progress = _Progress(bar, 2 + len(KERNEL_OF) * len(self.formats))
 
-    def table(self) -> LossTable:
-        """Measure everything."""
+    def table(self, sample: Sample) -> LossTable:
+        """Measure everything on a text."""
+        self.measured = self.texts.of(sample)
+        importance = self._importance()
+        self.roundings = {fmt: rounding_of(fmt, importance) for fmt in self.formats}
         reference = self._scores(self.checkpoint, "fp32", "the model as it is stored")
         losses = [loss for fmt in self.formats for loss in self._losses_of(fmt, reference)]
         return LossTable(
             model=Named(name=self.model.shape.name, digest=self.model.digest, place=self.model.place),
-            text=self.text.described,
+            text=_described(sample.name, self.measured),
             reference_perplexity=_perplexity(reference),
             losses=tuple(losses),
         )
+
+    def _importance(self) -> Importance:
+        """What the model's columns count: as kept, or measured now and kept."""
+        found = read_importance(self.checkpoint.fingerprint)
+        if found is None:
+            from lmoffload import executor
+            from lmoffload.jobs.sample import calibration_sample
+
+            sample = calibration_sample()
+            windows = self.texts.of(sample)
+            with executor.Engine(self.checkpoint, self._plan(self.checkpoint, "fp32", windows, scored=False)) as engine:
+                squares = engine.input_squares(windows, self.progress.running("calibrating"))
+            found = Importance({name: square.numpy() for name, square in squares.items()}, sample.name)
+            write_importance(found, self.checkpoint.fingerprint)
+        self.progress.done += 1
+        return found
 
     def _losses_of(self, fmt: str, reference: Sequence[Score]) -> Iterator[Loss]:
         with self._stored(fmt) as view:
@@ -126,7 +163,7 @@ class Measuring:
                     what="weights",
                     format=fmt,
                     activations=activations,
-                    rounding="nearest",
+                    rounding=self.roundings[fmt],
                     perplexity=perplexity,
                     loss=perplexity / _perplexity(reference) - 1,
                     equal_tokens=_equal_tokens(scores, reference),
@@ -148,18 +185,17 @@ class Measuring:
     def _scores(self, view: Checkpoint, activations: Activations, what: str) -> list[Score]:
         from lmoffload import executor
 
-        with executor.Engine(view, self._plan(view, activations).plan) as engine:
-            scores = engine.score(self.text.windows, on_progress=self.progress.running(what))
+        with executor.Engine(view, self._plan(view, activations, self.measured, scored=True)) as engine:
+            scores = engine.score(self.measured, on_progress=self.progress.running(what))
         self.progress.done += 1
         return scores
 
-    def _plan(self, view: Checkpoint, activations: Activations) -> ModelPlan:
-        """A plan to score the windows within the limits, whatever its speed: the kernel is the one to be measured."""
-        lengths = [len(window) for window in self.text.windows]
-        workload = Workload.of_lengths(lengths, 1).model_copy(update={"scored": True})
+    def _plan(self, view: Checkpoint, activations: Activations, windows: Windows, *, scored: bool) -> Plan:
+        """A plan to compute the windows within the limits, whatever its speed: the kernel is the one to be measured."""
+        workload = Workload.of_lengths([len(window) for window in windows], 1).model_copy(update={"scored": scored})
         planned = solve_for(Model(view.shape, view, self.model.place), self.machine, workload, self.limits)
         kernel = KERNEL_OF[activations]
-        return replace(planned, plan=planned.plan.model_copy(update={"kernels": KernelsPlan(prefill=kernel, decode=kernel)}))
+        return planned.plan.model_copy(update={"kernels": KernelsPlan(prefill=kernel, decode=kernel)})
 
 
 def _with_every_format(machine: Machine) -> Machine:
@@ -189,21 +225,21 @@ class _Progress:
             self._bar.show(what, whole, elapsed * (1 - whole) / whole if whole else 0.0)
 
 
-def _text(text: Text, file: Path | None, tokens: int, model: Model) -> MeasuredOn:
-    from lmoffload.jobs.sample import measured_sample
+def _sample(file: Path | None) -> Sample:
+    """The text to measure on."""
+    from lmoffload.jobs.sample import Sample, measured_sample
 
     if file is None:
-        sample = measured_sample()
-        name, words = sample.name, sample.text
-    else:
-        try:
-            name, words = file.name, file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise StatedError(f"The text {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
-    windows = text.windows(words, min(WINDOW, (model.shape.max_positions or WINDOW + 1) - 1), tokens)
-    if sum(map(len, windows)) < LEAST_TOKENS:
-        raise StatedError(f"The text {name} has fewer than {LEAST_TOKENS} tokens: give a longer one.")
-    return MeasuredOn(name, windows)
+        return measured_sample()
+    try:
+        return Sample(file.name, file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise StatedError(f"The text {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}.") from error
+
+
+def _described(name: str, windows: Windows) -> MeasuredText:
+    digest = hashlib.sha256(b"".join(token.to_bytes(4, "little") for window in windows for token in window)).hexdigest()
+    return MeasuredText(name=name, digest=digest[:16], tokens=sum(len(window) - 1 for window in windows))
 
 
 def _perplexity(scores: Sequence[Score]) -> float:

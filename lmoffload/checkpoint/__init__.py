@@ -2,6 +2,7 @@
 
 from lmoffload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from lmoffload.checkpoint.dummy import make_dummy
+from lmoffload.checkpoint.importance import Importance, read_importance, rounding_of, write_importance
 from lmoffload.checkpoint.inspection import Inspection, inspect
 from lmoffload.checkpoint.names import named_config, named_configs, named_shape
 from lmoffload.checkpoint.quantized import with_formats
@@ -11,6 +12,7 @@ from lmoffload.checkpoint.tokenizer import load_tokenizer, transformers_config
 
 __all__ = [
     "Checkpoint",
+    "Importance",
     "Inspection",
     "StoreProgress",
     "TensorSource",
@@ -23,8 +25,11 @@ __all__ = [
     "open_checkpoint",
     "open_store",
     "prepare_store",
+    "read_importance",
     "remove_store",
+    "rounding_of",
     "store_bytes",
     "transformers_config",
     "with_formats",
+    "write_importance",
 ]

@@ -94,7 +94,7 @@ class Engine:
         try:
             self.weights = WeightStore(checkpoint, plan, units, self._reader)
             self._check_bytes()
-            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"))
+            runtime = self._runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"))
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
@@ -175,6 +175,32 @@ class Engine:
             for step, _ in self._blocks.run(block, num_steps, False, frozenset(), None):
                 on_progress((number + (step + 1) / num_steps) / len(blocks))
         return [Score.joined(row.scores) for row in rows]
+
+    def input_squares(
+        self, texts: Sequence[Sequence[int]], on_progress: Callable[[float], None] = lambda share: None
+    ) -> dict[str, torch.Tensor]:
+        """Mean square of what each column of the layers' matrices is multiplied with, over the tokens of some texts: fp32 [K] by name.
+
+        An expert's are those of the tokens that chose it; all experts of a layer count together.
+        """
+        sums: dict[str, torch.Tensor] = {}
+        counts: dict[str, int] = {}
+
+        def observe(name: str, rows: torch.Tensor) -> None:
+            sums[name] = sums.get(name, 0.0) + rows.double().square().sum(0)
+            counts[name] = counts.get(name, 0) + rows.shape[0]
+
+        rows = [make_row(Request(str(i), tuple(text), 1), {}, self.shape.vocab_size) for i, text in enumerate(texts)]
+        blocks = self._split(rows, keep_logits=True)
+        self._runtime.observe = observe
+        try:
+            for number, block in enumerate(blocks, 1):
+                for _ in self._blocks.run(block, 1, False, frozenset(), None):
+                    pass
+                on_progress(number / len(blocks))
+        finally:
+            self._runtime.observe = None
+        return {name: (total / counts[name]).float() for name, total in sums.items() if self.shape.by_name[name].layer is not None}
 
     def first_logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits after each prompt, [prompts, vocabulary] fp32: what the first generated token is chosen from."""

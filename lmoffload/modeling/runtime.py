@@ -62,6 +62,8 @@ class Runtime:
         """Linear kernel of the current phase for a stored format."""
         self.batch: Batch | None = None
         """The micro-batch that computes now."""
+        self.observe: Callable[[str, torch.Tensor], None] | None = None
+        """Is shown what each matrix of the layers is multiplied with, fp32 [T, K], padding left out; None: nothing watches."""
 
     @staticmethod
     def reach(unit: int) -> None:
