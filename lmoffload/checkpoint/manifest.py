@@ -15,7 +15,7 @@ from lmoffload_solver.schedule import PAGE_BYTES
 from lmoffload_solver.value import Value
 
 VERSION = 2
-"""Of the layout of files and tiles; stores of another are made again."""
+"""Of the layout of files and tiles, and of each way of rounding; stores of another are made again."""
 
 MANIFEST_FILE = "manifest.jsonl"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 MOST_CODE = 15
-STARTS = (1.0, 0.9, 0.8, 0.7)
+STARTS = (1.0, 0.85)
 """Shares of a group's range."""
 TURNS = 2
 """Regressions from each start."""
