@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from lmoffload.api.importance import require_importance
 from lmoffload.api.planning import ModelPlan, check_fits
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.environment import prepare_threads
@@ -54,6 +55,7 @@ class Engine:
         self.plan = model_plan.plan
         self.text = text or Text(checkpoint)
         self._model_plan = model_plan
+        require_importance(model_plan, self.text, tell)
         self._engine = executor.Engine(
             checkpoint, self.plan, decode=self.text.decode, tokenizer_eos=self.text.end_token_id, on_store=on_store
         )

@@ -11,70 +11,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmoffload.api.importance import LEAST_TOKENS, Windows, importance_of, plan_of_windows, windows_of
 from lmoffload.api.losses import save_losses
 from lmoffload.api.machine import Machine, machine_of
 from lmoffload.api.model import Model, open_model
-from lmoffload.api.planning import solve_for
 from lmoffload.api.telling import Tell, tell_on_stderr
-from lmoffload.checkpoint import (
-    Checkpoint,
-    Importance,
-    StoreProgress,
-    open_store,
-    read_importance,
-    remove_store,
-    rounding_of,
-    with_formats,
-    write_importance,
-)
+from lmoffload.checkpoint import Checkpoint, StoreProgress, open_store, remove_store, rounding_of, with_formats
 from lmoffload.environment import prepare_threads
 from lmoffload.errors import StatedError, UsageError
 from lmoffload.report.progress import ProgressBar
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.loss import Activations, Loss, LossTable, MeasuredText
-from lmoffload_solver.plan import KernelsPlan, Named, Plan
+from lmoffload_solver.plan import Named
 from lmoffload_solver.variants import everything_in
-from lmoffload_solver.workload import Limits, Workload
+from lmoffload_solver.workload import Limits
 
 if TYPE_CHECKING:
     from lmoffload.executor import Score
     from lmoffload.jobs.sample import Sample
 
-WINDOW = 512
-"""Tokens of a piece of text that the model sees at once."""
-
 DEFAULT_TOKENS = 2048
 """Enough to rank formats; SmolLM2 takes about a minute on two cores."""
 
-LEAST_TOKENS = 64
-
 KERNEL_OF: dict[Activations, str] = {"fp32": "widen_tiles", "int8": "int8_dot"}
 """A kernel that stands for all that round activations so."""
-
-
-Windows = Sequence[Sequence[int]]
-
-
-class Texts:
-    """Cuts texts into windows of tokens of one model."""
-
-    def __init__(self, model: Model, tokens: int) -> None:
-        from lmoffload.jobs.text import Text
-
-        self._text = Text(model.require_checkpoint())
-        self._length = min(WINDOW, (model.shape.max_positions or WINDOW + 1) - 1)
-        self._tokens = tokens
-
-    def of(self, sample: Sample) -> Windows:
-        """The text's first windows.
-
-        Raises:
-            StatedError: it is too short.
-        """
-        windows = self._text.windows(sample.text, self._length, self._tokens)
-        if sum(map(len, windows)) < LEAST_TOKENS:
-            raise StatedError(f"The text {sample.name} has fewer than {LEAST_TOKENS} tokens: give a longer one.")
-        return windows
 
 
 def measure_losses(
@@ -108,7 +68,7 @@ def measure_losses(
     for remark in (*checkpoint.remarks, *prepare_threads()):
         tell(remark)
     on = machine_of(machine, checkpoint.path, on_progress=None if bar is None else bar.show_profiling, tell=tell)
-    table = Measuring(model, on, limits or Limits(), tokens, bar).table(_sample(text_file))
+    table = Measuring(model, on, limits or Limits(), _sample(text_file), tokens, bar).table()
     save_losses(table)
     return table
 
@@ -117,44 +77,31 @@ class Measuring:
     """One measurement of a model's losses."""
 
     def __init__(
-        self, model: Model, machine: Machine, limits: Limits, tokens: int, bar: ProgressBar | None
+        self, model: Model, machine: Machine, limits: Limits, sample: Sample, tokens: int, bar: ProgressBar | None
     ) -> None:
-        self.model, self.checkpoint, self.limits, self.texts = model, model.require_checkpoint(), limits, Texts(model, tokens)
+        from lmoffload.jobs.text import Text
+
+        self.model, self.checkpoint, self.limits, self.sample = model, model.require_checkpoint(), limits, sample
+        self.text = Text(self.checkpoint)
+        self.windows = windows_of(self.text, sample, model, tokens)
         self.machine = _with_every_format(machine)
         self.formats = [fmt for fmt in QUANTIZED if everything_in(model.shape, fmt) is not None]
         self.progress = _Progress(bar, 2 + len(KERNEL_OF) * len(self.formats))
 
-    def table(self, sample: Sample) -> LossTable:
-        """Measure everything on a text."""
-        self.measured = self.texts.of(sample)
-        importance = self._importance()
-        self.roundings = {fmt: rounding_of(fmt, importance) for fmt in self.formats}
+    def table(self) -> LossTable:
+        """Measure everything."""
+        importance = importance_of(self.model, self.machine, self.limits, self.text, self.progress.running("calibrating"))
+        self.progress.done += 1
         reference = self._scores(self.checkpoint, "fp32", "the model as it is stored")
-        losses = [loss for fmt in self.formats for loss in self._losses_of(fmt, reference)]
+        losses = [loss for fmt in self.formats for loss in self._losses_of(fmt, rounding_of(fmt, importance), reference)]
         return LossTable(
             model=Named(name=self.model.shape.name, digest=self.model.digest, place=self.model.place),
-            text=_described(sample.name, self.measured),
+            text=_described(self.sample.name, self.windows),
             reference_perplexity=_perplexity(reference),
             losses=tuple(losses),
         )
 
-    def _importance(self) -> Importance:
-        """What the model's columns count: as kept, or measured now and kept."""
-        found = read_importance(self.checkpoint.fingerprint)
-        if found is None:
-            from lmoffload import executor
-            from lmoffload.jobs.sample import calibration_sample
-
-            sample = calibration_sample()
-            windows = self.texts.of(sample)
-            with executor.Engine(self.checkpoint, self._plan(self.checkpoint, "fp32", windows, scored=False)) as engine:
-                squares = engine.input_squares(windows, self.progress.running("calibrating"))
-            found = Importance({name: square.numpy() for name, square in squares.items()}, sample.name)
-            write_importance(found, self.checkpoint.fingerprint)
-        self.progress.done += 1
-        return found
-
-    def _losses_of(self, fmt: str, reference: Sequence[Score]) -> Iterator[Loss]:
+    def _losses_of(self, fmt: str, rounding: str, reference: Sequence[Score]) -> Iterator[Loss]:
         with self._stored(fmt) as view:
             for activations in KERNEL_OF:
                 scores = self._scores(view, activations, f"weights {fmt}, activations {activations}")
@@ -163,7 +110,7 @@ class Measuring:
                     what="weights",
                     format=fmt,
                     activations=activations,
-                    rounding=self.roundings[fmt],
+                    rounding=rounding,
                     perplexity=perplexity,
                     loss=perplexity / _perplexity(reference) - 1,
                     equal_tokens=_equal_tokens(scores, reference),
@@ -185,17 +132,12 @@ class Measuring:
     def _scores(self, view: Checkpoint, activations: Activations, what: str) -> list[Score]:
         from lmoffload import executor
 
-        with executor.Engine(view, self._plan(view, activations, self.measured, scored=True)) as engine:
-            scores = engine.score(self.measured, on_progress=self.progress.running(what))
+        kept = Model(view.shape, view, self.model.place)
+        plan = plan_of_windows(kept, self.machine, self.limits, self.windows, KERNEL_OF[activations], scored=True)
+        with executor.Engine(view, plan) as engine:
+            scores = engine.score(self.windows, on_progress=self.progress.running(what))
         self.progress.done += 1
         return scores
-
-    def _plan(self, view: Checkpoint, activations: Activations, windows: Windows, *, scored: bool) -> Plan:
-        """A plan to compute the windows within the limits, whatever its speed: the kernel is the one to be measured."""
-        workload = Workload.of_lengths([len(window) for window in windows], 1).model_copy(update={"scored": scored})
-        planned = solve_for(Model(view.shape, view, self.model.place), self.machine, workload, self.limits)
-        kernel = KERNEL_OF[activations]
-        return planned.plan.model_copy(update={"kernels": KernelsPlan(prefill=kernel, decode=kernel)})
 
 
 def _with_every_format(machine: Machine) -> Machine:

@@ -2,7 +2,7 @@
 
 from lmoffload.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from lmoffload.checkpoint.dummy import make_dummy
-from lmoffload.checkpoint.importance import Importance, importance_path, read_importance, rounding_of, write_importance
+from lmoffload.checkpoint.importance import Importance, importance_path, needs_importance, read_importance, rounding_of, write_importance
 from lmoffload.checkpoint.inspection import Inspection, inspect
 from lmoffload.checkpoint.names import named_config, named_configs, named_shape
 from lmoffload.checkpoint.quantized import with_formats
@@ -23,6 +23,7 @@ __all__ = [
     "named_config",
     "named_configs",
     "named_shape",
+    "needs_importance",
     "open_checkpoint",
     "open_store",
     "prepare_store",

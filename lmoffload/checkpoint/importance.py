@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import QUANTIZED
 
 FILE = "importance.safetensors"
 NEAREST = "nearest"
@@ -36,9 +37,14 @@ class Importance:
         return digest.hexdigest()[:16]
 
 
+def needs_importance(format_name: str) -> bool:
+    """Whether weights in a format are rounded by what their columns count; int8 has no need of it."""
+    return format_name in QUANTIZED and format_name != "int8"
+
+
 def rounding_of(format_name: str, importance: Importance | None) -> str:
-    """How weights are rounded to a format, as manifests and tables of losses say it. int8 has no need of weighting."""
-    return NEAREST if importance is None or format_name == "int8" else f"weighted-{importance.digest}"
+    """How weights are rounded to a format, as manifests and tables of losses say it."""
+    return f"weighted-{importance.digest}" if importance is not None and needs_importance(format_name) else NEAREST
 
 
 def importance_path(fingerprint: str, cache: Path | None = None) -> Path:
