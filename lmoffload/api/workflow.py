@@ -44,6 +44,7 @@ class RunOptions:
     output: Path | None = None
     restart: bool = False
     report_file: Path | None = None
+    trace_file: Path | None = None
 
 
 def plan_work(
@@ -141,8 +142,11 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
         check_output(options.output, options.restart)
     if options.report_file is not None:
         check_place(options.report_file, "report")
+    if options.trace_file is not None:
+        check_place(options.trace_file, "trace")
     require_distinct(
-        [("--output", options.output), ("--report", options.report_file)], [("--input", work.input_file), ("--plan", options.plan_file)]
+        [("--output", options.output), ("--report", options.report_file), ("--trace", options.trace_file)],
+        [("--input", work.input_file), ("--plan", options.plan_file)],
     )
 
 
@@ -169,14 +173,14 @@ def _complete(
             for line in job.bad_lines:
                 keep(Result.of_bad_line(line))
         else:
-            _tell_end(work, _run(planned, job, text, keep, bar, tell, options.report_file))
+            _tell_end(work, _run(planned, job, text, keep, bar, tell, options))
     if failed:
         tell(f"{failed} of {len(job.requests) + len(job.bad_lines)} lines failed; their results say why.")
     return not failed
 
 
 def _run(
-    planned: ModelPlan, job: Job, text: Text, keep: Callable[[Result], None], bar: ProgressBar, tell: Tell, report_file: Path | None
+    planned: ModelPlan, job: Job, text: Text, keep: Callable[[Result], None], bar: ProgressBar, tell: Tell, options: RunOptions
 ) -> RunReport:
     from lmoffload.api.engine import Engine
 
@@ -190,11 +194,13 @@ def _run(
         )  # fmt: skip
 
     bar.say("loading the weights")
-    with Engine(planned, text=text, tell=tell, on_store=bar.show_store()) as engine:
+    with Engine(planned, text=text, tell=tell, on_store=bar.show_store(), keep_spans=options.trace_file is not None) as engine:
         engine.run(job, keep, show_step)
         report = engine.report()
-    if report_file is not None:
-        write_document(report, report_file, "report")
+        if options.trace_file is not None:
+            write_whole(options.trace_file, json.dumps(engine.trace(job.workload)) + "\n", "trace")
+    if options.report_file is not None:
+        write_document(report, options.report_file, "report")
     return report
 
 

@@ -31,7 +31,7 @@ class Template:
     when: tuple[str, ...] = ()
     is_table: bool = False
     parts: tuple[str, ...] = ()
-    """Stored tensors that each expert's matrix is made of, rows after rows, where checkpoints keep experts apart; `{expert}` is its number."""
+    """Stored tensors that each expert's matrix is made of, rows after rows, where checkpoints keep experts apart; `{expert}` is which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,9 @@ def _gated_mlp(
     )
 
 
-def _experts(block: str, router: str = "gate", parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")) -> tuple[Template, ...]:
+def _experts(
+    block: str, router: str = "gate", parts: tuple[str, str, str] | None = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Template, ...]:
     """A router and the experts that it chooses from, as `transformers` fuses them: gate and up [E, 2·I, H], down [E, H, I].
 
     Args:
@@ -292,6 +294,5 @@ GPT_NEOX = Family(
     harmless=(r"\.rotary_emb\.inv_freq$", r"\.attention\.(bias|masked_bias)$"),
 )  # fmt: skip
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3_TEXT, PHI3, OPT, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE)}
-)
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3_TEXT, PHI3, OPT, GPT_NEOX, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE)
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.model_type: family for family in _ALL})

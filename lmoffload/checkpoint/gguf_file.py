@@ -8,7 +8,7 @@ Llama 3's scaling, and else refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,9 @@ COMMON_FIELDS: Mapping[str, str] = MappingProxyType(
         "attention.head_count_kv": "num_key_value_heads",
         "attention.layer_norm_rms_epsilon": "rms_norm_eps",
         "vocab_size": "vocab_size",
+        "expert_count": "num_experts",
+        "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
     }
 )
 TOKENIZER_FIELDS: Mapping[str, str] = MappingProxyType(
@@ -56,8 +59,19 @@ LAYER_NAMES: Mapping[str, str] = MappingProxyType(
         "ffn_gate": "mlp.gate_proj",
         "ffn_up": "mlp.up_proj",
         "ffn_down": "mlp.down_proj",
+        "ffn_gate_inp": "mlp.gate",
     }
 )
+EXPERT_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+        "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+        "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+    }
+)
+"""Tensors [experts, N, K], taken apart as folders in Hugging Face layout store them."""
+
+MAX_EXPERTS = 4096
 
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -74,6 +88,8 @@ class Architecture:
     """Metadata field of the head size, where the configuration has one."""
     permuted: bool
     """Rows of q and k are stored with the two halves of each head interleaved (llama.cpp's rotary layout)."""
+    fixed: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Fields of the configuration that llama.cpp has in its code and not in the file."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -81,6 +97,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "llama": Architecture("llama", "rope.dimension_count", permuted=True),
         "qwen2": Architecture("qwen2", None, permuted=False),
         "qwen3": Architecture("qwen3", "attention.key_length", permuted=False),
+        "qwen3moe": Architecture("qwen3_moe", "attention.key_length", permuted=False, fixed={"norm_topk_prob": True}),
     }
 )
 
@@ -103,7 +120,8 @@ def read_gguf(path: Path) -> Stored:
     config = config_of(str(name), header)
     if ROPE_FACTORS in header.tensors:
         config["rope_scaling"] = llama3_scaling(path, header.tensors[ROPE_FACTORS], config)
-    tensors = {parameter_name(tensor): source for tensor, source in header.tensors.items() if tensor != ROPE_FACTORS}
+    named = {parameter_name(tensor): source for tensor, source in header.tensors.items() if tensor != ROPE_FACTORS}
+    tensors = {name: part for tensor, source in named.items() for name, part in _apart(tensor, source, config.get("num_experts"))}
     if architecture.permuted:
         tensors = {tensor: _with_row_order(tensor, source, config) for tensor, source in tensors.items()}
     generation_config: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
@@ -120,8 +138,8 @@ def _check_features(path: Path, architecture: str, header: GgufHeader) -> None:
             f"The GGUF file {path} scales rotary positions ({scaling}), which does not run from GGUF: take the original folder."
         )
     experts = header.metadata.get(f"{architecture}.expert_count", 0)
-    if experts:
-        raise StatedError(f"The GGUF file {path} is a mixture of {experts} experts, which does not run.")
+    if experts and architecture != "qwen3moe":
+        raise StatedError(f"The GGUF file {path} is a mixture of {experts} experts, which does not run from GGUF for {architecture}.")
 
 
 def _position_scaling(architecture: str, header: GgufHeader) -> str | None:
@@ -163,13 +181,14 @@ def config_of(architecture: str, header: GgufHeader) -> dict[str, Any]:
     """The configuration that transformers makes of the metadata of a GGUF file."""
     metadata: Metadata = header.metadata
     described = ARCHITECTURES[architecture]
-    config: dict[str, Any] = {"model_type": described.model_type, "tie_word_embeddings": "output.weight" not in header.tensors}
+    tied = "output.weight" not in header.tensors
+    config: dict[str, Any] = {"model_type": described.model_type, **described.fixed, "tie_word_embeddings": tied}
     fields = {f"{architecture}.{field}": name for field, name in COMMON_FIELDS.items()} | dict(TOKENIZER_FIELDS)
     if described.head_dim_field:
         fields[f"{architecture}.{described.head_dim_field}"] = "head_dim"
-    for field, name in fields.items():
-        if field in metadata:
-            config[name] = metadata[field]
+    for key, name in fields.items():
+        if key in metadata:
+            config[name] = metadata[key]
     if "vocab_size" not in config:
         tokens = metadata.get("tokenizer.ggml.tokens", [])
         config["vocab_size"] = metadata.get("tokenizer.ggml.tokens.length", len(tokens) if isinstance(tokens, list) else None)
@@ -185,6 +204,22 @@ def parameter_name(gguf_name: str) -> str:
     if len(pieces) == 3 and pieces[0] == "blk" and pieces[1].isdecimal() and pieces[2] in LAYER_NAMES:
         return f"model.layers.{int(pieces[1])}.{LAYER_NAMES[pieces[2]]}.{part}"
     return gguf_name
+
+
+def _apart(name: str, source: TensorSource, num_experts: object) -> list[tuple[str, TensorSource]]:
+    """A tensor of all experts as one for each; any other as it is."""
+    pieces = name.split(".")
+    known = len(pieces) == 4 and pieces[0] == "blk" and pieces[1].isdecimal() and pieces[2] in EXPERT_NAMES
+    if not known or len(source.shape) != 3 or source.shape[0] != num_experts or source.shape[0] > MAX_EXPERTS:
+        return [(name, source)]
+    size, stem = source.num_bytes // source.shape[0], f"model.layers.{int(pieces[1])}.{EXPERT_NAMES[pieces[2]]}.{pieces[3]}"
+    return [
+        (
+            stem.format(expert=expert),
+            replace(source, offset_bytes=source.offset_bytes + expert * size, num_bytes=size, shape=source.shape[1:]),
+        )
+        for expert in range(source.shape[0])
+    ]
 
 
 def _with_row_order(name: str, source: TensorSource, config: Mapping[str, Any]) -> TensorSource:

@@ -37,6 +37,12 @@ def run(
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Replace the output file if there is one.")] = False,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the prediction and the measurement here.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write the first block's timelines here, predicted and measured; Perfetto opens it."
+        ),
+    ] = None,
     prompt: Annotated[
         str | None,
         typer.Option("-p", "--prompt", metavar="TEXT", help="One prompt: its completion is all that is printed.", rich_help_panel=WORK),
@@ -97,8 +103,9 @@ def run(
         num_micro_batches=num_micro_batches,
     )
     options = RunOptions(
-        plan_file=plan, machine=machine, quality=asked_of(quality=quality).quality, output=output, restart=restart, report_file=report
-    )
+        plan_file=plan, machine=machine, quality=asked_of(quality=quality).quality, output=output, restart=restart,
+        report_file=report, trace_file=trace,
+    )  # fmt: skip
     with ProgressBar() as bar:
         all_done = run_work(model, work, limits, options, bar)
     raise typer.Exit(0 if all_done else 1)

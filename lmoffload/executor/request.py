@@ -55,6 +55,10 @@ class Score:
     likeliest: torch.Tensor
     """int64: the token that would have been likeliest."""
 
+    def last(self, count: int) -> Score:
+        """Of the last tokens alone."""
+        return Score(self.log_probabilities[-count:], self.likeliest[-count:])
+
     @staticmethod
     def joined(parts: Sequence[Score]) -> Score:
         """Scores of consecutive tokens as one."""

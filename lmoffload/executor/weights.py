@@ -18,6 +18,9 @@ from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Piece, Unit, num_slots, slot_bytes
 
+TABLE_ROWS_AT_ONCE = 1024
+"""Rows of the embedding table that are widened at a time."""
+
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -105,19 +108,32 @@ class WeightStore:
         return self._head
 
     def table_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows."""
+        """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows.
+
+        Where rows are stored in tiles, whole tiles are read and widened, a few at a time.
+        """
         table = self._shape.embedding
         tile = format_of(table.format).tile_rows
         ids = np.asarray(token_ids, dtype=np.int64)
-        wanted, inverse = np.unique(ids // tile, return_inverse=True)  # only the table's last tile is short, and it comes last
-        ranges = [(int(i) * tile, min(int(i + 1) * tile, _num_rows(table))) for i in wanted]
+        out = torch.empty(len(ids), table.shape[-1])
+        wanted = np.unique(ids // tile)  # only the table's last tile is short, and it comes last
+        at_once = max(1, TABLE_ROWS_AT_ONCE // tile)
+        for first in range(0, len(wanted), at_once):
+            tiles = wanted[first : first + at_once]
+            places = np.flatnonzero((ids // tile >= tiles[0]) & (ids // tile <= tiles[-1]))
+            rows = np.searchsorted(tiles, ids[places] // tile) * tile + ids[places] % tile
+            out[torch.from_numpy(places)] = self._widened_tiles(table, tiles, tile)[torch.from_numpy(rows)]
+        return out
+
+    def _widened_tiles(self, table: TensorShape, tiles: np.ndarray, tile: int) -> torch.Tensor:
+        ranges = [(int(i) * tile, min(int(i + 1) * tile, _num_rows(table))) for i in tiles]
         resident = self._resident.get(table.name)
         if resident is not None:
-            rows = [resident[0].rows(first, end).data for first, end in ranges]
+            data = [resident[0].rows(first, end).data for first, end in ranges]
         else:
-            rows = self._rows_on_disk(table, ranges)
-        gathered = Matrix(torch.cat(rows), table.format, sum(end - first for first, end in ranges), table.shape[-1])
-        return reference_widen(gathered)[torch.from_numpy(inverse * tile + ids % tile)]
+            data = self._rows_on_disk(table, ranges)
+        gathered = Matrix(torch.cat(data), table.format, sum(end - first for first, end in ranges), table.shape[-1])
+        return reference_widen(gathered)
 
     def _rows_on_disk(self, table: TensorShape, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         row_bytes = stored_bytes(table.shape[-1:], table.format)

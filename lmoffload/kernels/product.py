@@ -10,7 +10,8 @@ from llvmlite import ir
 
 from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, Machine, V, host_machine
 from lmoffload.kernels.dots import MOST_AT_ONCE, emit_sweep
-from lmoffload.kernels.stored import STEP, load_plain, load_step
+from lmoffload.kernels.k_quants import STEP
+from lmoffload.kernels.stored import load_plain, walk_steps
 from lmoffload.kernels.tile_floats import emit_tile_product, emit_tile_widen
 from lmoffload.kernels.tiled import is_tiled
 from lmoffload_solver.formats import FORMATS
@@ -59,16 +60,16 @@ def emit_widen(module: ir.Module, machine: Machine, format_name: str) -> Code:
     def widen_row(row: V) -> None:
         here, there = code.row(source, row, source_row), code.row(target, row, target_row)
 
-        def widen_step(step: V) -> None:
-            vectors = load_step(code, format_name, here, step)
-            for i, vector in enumerate(vectors):
+        def widen_step(step: V, wide: list[list[V]], _: list[V]) -> list[V]:
+            for i, vector in enumerate(wide[0]):
                 code.store(vector, code.at(code.row(there, step, code.whole(4 * STEP)), 4 * code.width * i))
+            return []
 
         def widen_one(column: V) -> None:
             value = load_plain(code, format_name, code.row(here, column, code.whole(fmt.block_bytes)), None)
             code.store(value, code.row(there, column, code.whole(4)))
 
-        code.each(code.whole(0), steps, 1, widen_step)
+        walk_steps(code, format_name, [here], steps, [], widen_step)
         if fmt.block_elements == 1:
             code.each(tail_start, k, 1, widen_one)
 

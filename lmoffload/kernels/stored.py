@@ -5,7 +5,7 @@ Columns come in steps of 32, the block of the simpler GGUF formats; `matrix.refe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,11 +13,8 @@ from llvmlite import ir
 
 from lmoffload.kernels.code import F32, I8, I16, I32, Code, V
 from lmoffload.kernels.halves import vector_kind, widen_fp16
-from lmoffload.kernels.k_quants import load_k_step
+from lmoffload.kernels.k_quants import LAYOUTS, SCRATCH_BYTES, STEP, STEPS, load_k_step, unpack_scales
 from lmoffload_solver.formats import FORMATS
-
-STEP = 32
-"""Columns of one step."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +34,47 @@ NIBBLES: Mapping[str, Nibbles] = MappingProxyType(
 )
 
 
-def load_step(code: Code, format_name: str, row: V, step: V) -> list[V]:
-    """Columns 32 · `step` and the 31 after it of the row that begins at `row`, as vectors of the machine's width."""
+def walk_steps(
+    code: Code,
+    format_name: str,
+    rows: Sequence[V],
+    num_steps: V,
+    carried: Sequence[V],
+    body: Callable[[V, list[list[V]], list[V]], list[V]],
+) -> list[V]:
+    """for every step of 32 columns: carried = body(step, vectors of that step of each row, carried); the values carried out of it.
+
+    Args:
+        rows: where rows of weights begin, each on a block.
+        num_steps: a whole number of blocks.
+    """
     fmt = FORMATS[format_name]
-    if fmt.block_elements > STEP:
-        steps = code.whole(fmt.block_elements // STEP)
-        block = code.row(row, code.b.udiv(step, steps), code.whole(fmt.block_bytes))
-        return load_k_step(code, format_name, block, code.b.urem(step, steps))
-    address = code.row(row, step, code.whole(STEP // fmt.block_elements * fmt.block_bytes))
+    if format_name not in LAYOUTS:
+
+        def step_of_rows(step: V, carried: list[V]) -> list[V]:
+            offset = code.b.mul(step, code.whole(STEP // fmt.block_elements * fmt.block_bytes))
+            return body(step, [load_step(code, format_name, code.at(row, offset)) for row in rows], carried)
+
+        return code.loop(code.whole(0), num_steps, 1, carried, step_of_rows)
+    scratches = [code.scratch(SCRATCH_BYTES) for _ in rows]
+
+    def block_of_rows(index: V, carried: list[V]) -> list[V]:
+        blocks = [code.row(row, index, code.whole(fmt.block_bytes)) for row in rows]
+        for block, scratch in zip(blocks, scratches, strict=True):
+            unpack_scales(code, format_name, block, scratch)
+
+        def step_of_blocks(place: V, carried: list[V]) -> list[V]:
+            wide = [load_k_step(code, format_name, block, place, scratch) for block, scratch in zip(blocks, scratches, strict=True)]
+            return body(code.b.add(code.b.mul(index, code.whole(STEPS)), place), wide, carried)
+
+        return code.loop(code.whole(0), code.whole(STEPS), 1, carried, step_of_blocks)
+
+    return code.loop(code.whole(0), code.b.sdiv(num_steps, code.whole(STEPS)), 1, carried, block_of_rows)
+
+
+def load_step(code: Code, format_name: str, address: V) -> list[V]:
+    """32 columns from `address` of a format of smaller blocks, as vectors of the machine's width."""
+    fmt = FORMATS[format_name]
     if format_name in NIBBLES:
         return _load_nibbles(code, format_name, address)
     width = code.width

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmoffload.kernels.attention import attention_kernels
+from lmoffload.kernels.attention import prefill_kernel
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
 from lmoffload.modeling.experts import BoundExperts
@@ -86,7 +86,7 @@ def bind(
         raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
     bind_rotary(model, runtime)
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
-    attention_kernels()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
+    prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
 
 
 def lookup(model: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmoffload.kernels.linear import linear
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 
@@ -68,7 +67,7 @@ class BoundExperts(nn.Module):
         if self.runtime.observe is not None:
             self.runtime.observe(part, rows)
         matrices = self.runtime.weights.expert(part, expert)
-        parts = [linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool) for matrix in matrices]
+        parts = [self.runtime.product(rows, matrix) for matrix in matrices]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmoffload.kernels.linear import linear
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.runtime import Runtime
 
@@ -37,7 +36,7 @@ class BoundLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if self.runtime.observe is not None and self.runtime.batch is not None:
             self.runtime.observe(self.name, rows[: self.runtime.batch.segments[-1][1]])
-        out = linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool, self.bias)
+        out = self.runtime.product(rows, matrix, self.bias)
         return out.view(*x.shape[:-1], matrix.n)
 
 
@@ -71,9 +70,8 @@ class BoundHead(nn.Module):
             self.runtime.reach(unit)
             matrix, first, end = self.runtime.weights.head_piece(unit)
             bias = None if self.bias is None else self.bias[first:end]
-            kernel = self.runtime.kernel(matrix.format)
             if first == 0 and end == self.vocab_size:
-                out = linear(rows, matrix, kernel, self.runtime.pool, bias)
+                out = self.runtime.product(rows, matrix, bias)
             else:
-                out[:, first:end] = linear(rows, matrix, kernel, self.runtime.pool, bias)
+                out[:, first:end] = self.runtime.product(rows, matrix, bias)
         return out.unsqueeze(0)

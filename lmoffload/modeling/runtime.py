@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,8 +28,33 @@ class Weights(Protocol):
         """(matrix, first_row, end_row) of the output head that this unit computes."""
 
 
+class Watch(Protocol):
+    """Hears how long products and attention took."""
+
+    def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
+        """A product of `rows` rows of activations with a matrix."""
+
+    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None:
+        """Attention at a layer, over a sequence of each of these lengths."""
+
+
+class Unwatched:
+    """Hears nothing."""
+
+    def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None: ...
+    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None: ...
+
+
 class Batch(Protocol):
     """The micro-batch that computes now."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each row, the newest included."""
+
+    @property
+    def attended_s(self) -> float:
+        """Seconds of the last `attend`, storing left out."""
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -54,8 +80,9 @@ class Batch(Protocol):
 class Runtime:
     """State shared by every swapped module of one model. All of it is used from one thread, between switches of greenlets."""
 
-    def __init__(self, weights: Weights, pool: Pool, head_units: tuple[int, ...]) -> None:
+    def __init__(self, weights: Weights, pool: Pool, head_units: tuple[int, ...], watch: Watch | None = None) -> None:
         self.weights = weights
+        self.watch: Watch = watch or Unwatched()
         self.pool = pool
         self.head_units = head_units
         self.kernel: Callable[[str], str] = _no_kernel
@@ -64,6 +91,15 @@ class Runtime:
         """The micro-batch that computes now."""
         self.observe: Callable[[str, torch.Tensor], None] | None = None
         """Is shown what each matrix of the layers is multiplied with, fp32 [T, K], padding left out; None: nothing watches."""
+
+    def product(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """rows fp32 [M, K] contiguous -> fp32 [M, N] with the current phase's kernel."""
+        from lmoffload.kernels.linear import linear
+
+        kernel, begin = self.kernel(matrix.format), time.perf_counter()
+        out = linear(rows, matrix, kernel, self.pool, bias)
+        self.watch.product(kernel, matrix, rows.shape[0], time.perf_counter() - begin)
+        return out
 
     @staticmethod
     def reach(unit: int) -> None:

@@ -33,7 +33,10 @@ def base(say: Say) -> dict[str, Any]:
     prepare_threads()
     prepare_allocator()
 
+    import highspy  # noqa: F401  a run is planned first, by the same process
     import torch
+
+    import lmoffload_solver.search  # noqa: F401
 
     torch.set_num_threads(1)
     from lmoffload.checkpoint import open_checkpoint

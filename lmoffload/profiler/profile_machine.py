@@ -28,9 +28,10 @@ SHARES = {
     "disk": (8.0, 50.0),
     "memory": (3.0, 6.0),
     "links": (0.5, 10.0),
-    "linear": (20.0, 140.0),
+    "linear": (19.5, 135.0),
     "conversion": (1.0, 4.0),
-    "attention": (4.5, 25.0),
+    "attention": (5.0, 30.0),
+    "quantize": (0.2, 1.0),
     "overheads": (7.5, 20.0),
     "contention": (2.0, 12.0),
     "default threads": (3.5, 6.0),
@@ -102,9 +103,11 @@ def _load(formats: Sequence[str]) -> None:
     """What would otherwise be loaded and compiled while something waits to be measured."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
+    from lmoffload.profiler.attention import compile_attention
     from lmoffload.profiler.linear import compile_kernels
 
     compile_kernels(formats)
+    compile_attention()
 
 
 def _measure(
@@ -117,7 +120,7 @@ def _measure(
     base_bytes: int,
 ) -> MachineProfile:
     """Every stage in turn; each imports what it needs, since importing this module must load neither torch nor transformers."""
-    from lmoffload.profiler.attention import attention_curves
+    from lmoffload.profiler.attention import attention_curves, quantize_rates
     from lmoffload.profiler.contention import measure_contention
     from lmoffload.profiler.conversion import conversion_rates
     from lmoffload.profiler.disk import read_disk
@@ -134,6 +137,7 @@ def _measure(
     linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=measured_formats(formats, quick), tell=tell)
     rates = conversion_rates(pools[-1], tuple(QUANTIZED), clock.start("conversion"), tell)
     attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
+    rates += quantize_rates(pools[-1], clock.start("quantize"))
     overheads = measure_overheads(pools, clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
     contention = measure_contention(disk_path, pools[-1], clock.start("contention"), disk_threads(readings.disk), tell)
     slowdown, thread_remarks = _default_threads(pools[-1], clock.start("default threads"))

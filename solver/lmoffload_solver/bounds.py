@@ -122,9 +122,11 @@ class Bounds:
         """(bytes of a layer by kind, of the largest matrix, of all at home, of all as stored) of a class in a format."""
         kept = self.prices.kept(self.uniform[fmt])
         matrices = [counting.layer_matrices(kept, layer) for layer in self.layer_of_kind]
-        sizes = [[counting.tensor_bytes(t) for t in of_layer if t.tensor_class == name] for of_layer in matrices]
+        of_class = [[t for t in of_layer if t.tensor_class == name] for of_layer in matrices]
+        sizes = [[counting.tensor_bytes(t) for t in of_layer] for of_layer in of_class]
         per_kind = np.array([sum(of_layer) for of_layer in sizes], dtype=np.float64)
-        aligned = sum(count * sum(map(aligned_bytes, of_layer)) for count, of_layer in zip(self.layers_of_kind, sizes, strict=True))
+        homes = [sum(aligned_bytes(counting.tensor_bytes(t), t.num_runs) for t in of_layer) for of_layer in of_class]
+        aligned = sum(count * home for count, home in zip(self.layers_of_kind, homes, strict=True))
         outside = [t for t in dict.fromkeys((kept.head, kept.embedding)) if t.tensor_class == name]
         stored = float(per_kind @ self.layers_of_kind) + sum(counting.tensor_bytes(t) for t in outside if t is kept.head)
         return (

@@ -14,7 +14,6 @@ from typing import Literal
 import numpy as np
 
 from lmoffload_solver import counting
-from lmoffload_solver.counting import Array
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import AttentionCurve, Curve, Disk, LinearCurve, MachineProfile
@@ -23,6 +22,7 @@ from lmoffload_solver.plan import kernel_for
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
 
+Array = counting.Array
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
@@ -191,20 +191,22 @@ class DiskCosts:
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer [N, K], or one of whose `num_experts` matrices of that size a token meets `per_token`."""
+    """A linear layer [N, K], or one of whose `num_experts` matrices, each in `parts` of that size, a token meets `per_token`."""
 
     format: str
     n: int
     k: int
     num_experts: int = 1
     per_token: int = 1
+    parts: int = 1
 
     @staticmethod
     def of(model: ModelShape, tensor: TensorShape) -> Product:
         """The product of a matrix or of a layer's experts."""
         rows, columns = counting.matrix_size(tensor)
         experts = tensor.num_experts
-        return Product(tensor.format, rows // experts, columns, experts, counting.experts_met(model, tensor))
+        parts = max(1, tensor.num_runs // experts)
+        return Product(tensor.format, rows // experts // parts, columns, experts, counting.experts_met(model, tensor), parts)
 
     def calls_and_rows(self, tokens: Array) -> tuple[Array, Array]:
         """Matrices that `tokens` tokens are multiplied with, and the rows, padded, that each meets: as expected where they are experts."""
@@ -212,7 +214,7 @@ class Product:
             return np.ones_like(tokens), tokens
         calls = counting.experts_hit(self.num_experts, self.per_token, tokens)
         rows = self.per_token * tokens / calls / counting.ROW_MULTIPLE
-        return calls, np.ceil(rows) * counting.ROW_MULTIPLE
+        return self.parts * calls, np.ceil(rows) * counting.ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class MachineCosts:
         self.compute_threads = compute_threads
         self.linear = LinearCosts(machine.linear, compute_threads)
         self.contention = Contention.of(machine, "disk_read", "host_compute")
-        self._attention_curve = cache(lambda phase, kv_format: _attention_curve(machine, phase, kv_format, compute_threads))
+        self._attention_curve = cache(lambda phase, kv_format: attention_curve(machine, phase, kv_format, compute_threads).rate)
         quantizing = [rate.per_s for rate in machine.rates if rate.work == "quantize" and rate.tier == "host" and rate.way == "fused"]
         self._quantize_per_s = max(quantizing, default=float("inf"))
 
@@ -277,7 +279,7 @@ class MachineCosts:
     def decode_attention_seconds(self, shape: LayerShape, contexts: Sequence[int], kv_format: str = "fp32") -> Array:
         """Seconds of one layer's attention over each sequence, `contexts` tokens long with the newest: its keys and values read once and
         dequantized as they are, the newest token's quantized."""
-        read = np.array([counting.decode_attention_bytes(shape, context, kv_format) for context in contexts], dtype=np.float64)
+        read = np.array([counting.decode_attention_bytes(shape, context, kv_format, kv_format) for context in contexts], dtype=np.float64)
         kept = np.array([counting.kv_tokens(shape, context) for context in contexts], dtype=np.float64)
         seconds = read / rate_at(self._attention_curve("decode", kv_format), kept)
         return np.asarray(seconds + self._quantize_seconds(shape, np.ones(len(kept)), kv_format))
@@ -300,11 +302,11 @@ def num_requests(piece_bytes: Sequence[int]) -> int:
     return sum(-(-size // READ_REQUEST_BYTES) for size in piece_bytes)
 
 
-def _attention_curve(machine: MachineProfile, phase: str, kv_format: str, threads: int) -> Curve:
+def attention_curve(machine: MachineProfile, phase: str, kv_format: str, threads: int) -> AttentionCurve:
     """The curve of the largest number of threads within `threads`, or of the smallest measured."""
     curves: list[AttentionCurve] = [curve for curve in machine.attention if (curve.phase, curve.format) == (phase, kv_format)]
     if not curves:
         what = f"{phase} attention over {kv_format} keys and values"
         raise StatedError(f"The machine profile {machine.name!r} has no {what} measured; run `lmoffload profile` again.")
     within = [curve for curve in curves if curve.threads <= threads]
-    return (max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)).rate
+    return max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)

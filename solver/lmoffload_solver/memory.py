@@ -8,7 +8,7 @@ each sequence of the first, largest block needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from lmoffload_solver.counting import ACTIVATION_BYTES
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, TensorPlan, kept_model
-from lmoffload_solver.schedule import aligned_bytes, num_slots, slot_bytes, units_of
+from lmoffload_solver.schedule import STAGING_BUFFERS, Spilled, aligned_bytes, num_slots, slot_bytes, units_of
 from lmoffload_solver.workload import Limits, Workload
 
 TILE_BYTES = 4 * 2**20
@@ -33,6 +33,9 @@ PACKING_BYTES = 2 * 2**20
 
 QUERY_BLOCK = 256
 """Queries whose scores one thread holds in the prefill, three copies (scores, exponentials, products)."""
+
+CHUNK_MULTIPLE = 24
+"""Tokens by which a prompt is cut into chunks (`lmoffload.kernels.prefill.QUERY_BLOCK`)."""
 
 GREENLET_BYTES = 64 * 2**10
 """Saved stack and frames of a suspended micro-batch."""
@@ -89,6 +92,7 @@ class JobMemory:
         self._attention = max(
             2 * model.hidden_size + 5 * s.num_heads * s.key_dim + 3 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers
         )
+        self._kv_token_bytes = max(counting.kv_bytes_per_token(layer) for layer in model.layers)
         self._mlp = max(2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size, _experts(model))
         attention = [2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers]
         self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.mlp_width)
@@ -98,32 +102,47 @@ class JobMemory:
         """KV of the first block."""
         return int(self._kv[min(block_rows, len(self._kv) - 1)])
 
-    def parts(self, micro_batch: int, num_micro_batches: int, threads: int, *, head_streams: bool, layers_cut: bool) -> Parts:
+    def parts(
+        self,
+        micro_batch: int,
+        num_micro_batches: int,
+        threads: int,
+        *,
+        head_streams: bool,
+        layers_cut: bool,
+        prefill_chunk: int | None = None,
+    ) -> Parts:
         """Parts of a plan's peak. Where the head streams in pieces, every suspended micro-batch keeps its logits; where layers are cut at
-        their matrices, it keeps what its layer has computed so far."""
+        their matrices, it keeps what its layer has computed so far. Chunks of a prompt (`Plan.prefill_chunk`) are suspended each on its
+        own, and one layer's keys and values of the row that a chunk goes on with are held twice: so far, and with the chunk's."""
         num_rows = len(self._kv) - 1
         block_rows = min(micro_batch * num_micro_batches, num_rows)
         rows = min(micro_batch, num_rows)
         multiple = counting.token_multiple(self.model)
+        tokens = int(self._tokens[block_rows])
+        chunks = num_micro_batches if prefill_chunk is None else num_micro_batches + tokens // max(1, prefill_chunk - CHUNK_MULTIPLE + 1)
         padding = multiple * num_micro_batches
         always = {
             "base": self.base_bytes,
             "objects": self.model.num_layers * LAYER_OBJECT_BYTES
             + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN
-            + num_micro_batches * GREENLET_BYTES,
+            + chunks * GREENLET_BYTES,
             "vectors": self.vectors_bytes,
             "kv": self.kv_bytes(block_rows),
             "tiles": threads * self._tile_bytes,
         }
-        first = counting.padded(int(self._tokens[rows]), multiple)
-        block_tokens = int(self._tokens[block_rows]) + padding
-        kept = (first, block_tokens) if self._scored else (rows, block_rows)
+        first, carried = counting.padded(int(self._tokens[rows]), multiple), 0
+        kept = (first, tokens + multiple * chunks) if self._scored else (rows, block_rows)
+        if prefill_chunk is not None and prefill_chunk < first:
+            first = counting.padded(max(prefill_chunk, CHUNK_MULTIPLE), multiple)
+            carried = 2 * self._longest * self._kv_token_bytes
+        scores = 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest
         return Parts(
             always,
             {
                 "prefill": {
-                    "suspended": self.suspended_bytes(block_tokens, layers_cut),
-                    "layer": self.layer_bytes(first) + 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest,
+                    "suspended": self.suspended_bytes(tokens + multiple * chunks, layers_cut),
+                    "layer": self.layer_bytes(first) + carried + scores,
                     "head": self.head_bytes(first, *kept, head_streams),
                 },
                 "decode": {
@@ -172,6 +191,36 @@ def resident_bytes(model: ModelShape, tensors: Mapping[str, TensorPlan], tier: s
     return sum(aligned_bytes(counting.tensor_bytes(tensor), tensor.num_runs) for tensor in homes)
 
 
+def spilled_of(model: ModelShape, plan: Plan, block_lengths: Sequence[int] | None = None) -> dict[tuple[int, int], Spilled]:
+    """Keys and values of a block (the first, largest one unless given by its rows' tokens) that the plan keeps on the disk, by layer and
+    micro-batch."""
+    lengths = [length + plan.workload.gen_len for length in lengths_of(plan.workload)] if block_lengths is None else block_lengths
+    found = {}
+    for layer, batch, tier in plan.kv.homes:
+        rows = lengths[batch * plan.micro_batch : (batch + 1) * plan.micro_batch] if batch < plan.num_micro_batches else ()
+        if tier == "disk" and rows:
+            found[layer, batch] = counting.spilled(model.layers[layer], rows, plan.kv.format.key, plan.kv.format.value)
+    return found
+
+
+def kv_on_host(model: ModelShape, plan: Plan) -> int:
+    """Bytes of the first block's keys and values on the host, and of the staging buffers through which those on the disk pass."""
+    lengths = [length + plan.workload.gen_len for length in lengths_of(plan.workload)]
+    on_disk = spilled_of(model, plan)
+    rows = lengths[: plan.micro_batch * plan.num_micro_batches]
+    total = sum(counting.kv_bytes(model, tokens, plan.kv.format.key, plan.kv.format.value) for tokens in rows)
+    for layer, batch in on_disk:
+        of_batch = rows[batch * plan.micro_batch : (batch + 1) * plan.micro_batch]
+        kept = (counting.layer_kv_bytes(model.layers[layer], tokens, plan.kv.format.key, plan.kv.format.value) for tokens in of_batch)
+        total -= sum(kept)
+    return total + staging_bytes(on_disk)
+
+
+def staging_bytes(on_disk: Mapping[tuple[int, int], Spilled]) -> int:
+    """Bytes of the staging buffers."""
+    return STAGING_BUFFERS * max((spilled.num_bytes for spilled in on_disk.values()), default=0)
+
+
 def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> dict[str, int]:
     """The named parts of a plan's peak in the compute tier; they add up to `peak_bytes`."""
     model = kept_model(model, plan)
@@ -186,10 +235,12 @@ def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> d
         plan.threads["compute"],
         head_streams=head_streams,
         layers_cut=plan.stream == "matrix",
+        prefill_chunk=plan.prefill_chunk,
     )
     largest = max(parts.phases.values(), key=lambda phase: phase["suspended"] + max(phase["layer"], phase["head"]))
     return {
         **parts.always,
+        "kv": kv_on_host(model, plan),
         "weights": resident_bytes(model, plan.weights.tensors),
         "ring": slots * slot_bytes(units) if slots else 0,
         "suspended": largest["suspended"],

@@ -139,6 +139,8 @@ class Plan(Value):
     threads: dict[TaskClass, Annotated[int, Field(gt=0, le=MOST_THREADS)]]
     prefetch_depth: int = Field(ge=0, le=MOST_PREFETCH_DEPTH)
     """Units read ahead of the one computed; the ring has prefetch_depth + 1 buffers."""
+    prefill_chunk: Annotated[int, Field(gt=0)] | None = None
+    """Tokens of a micro-batch's prompts that are computed at once, cut at whole blocks of 24; None: all of them. Results are the same."""
     stream: Literal["layer", "matrix"] = "layer"
     """What streams at once: all streamed matrices of a layer, or each alone: smaller buffers, more switches."""
     runtime: Runtime | None = None

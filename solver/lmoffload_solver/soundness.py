@@ -8,11 +8,10 @@ from itertools import chain
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, kept_model
-
-KV_FORMAT = "fp32"
-"""Of keys and values on the host, in the exact class."""
+from lmoffload_solver.variants import KV_FORMATS
 
 
 def check_plan(model: ModelShape, plan: Plan) -> None:
@@ -76,15 +75,23 @@ def _places(plan: Plan) -> Iterator[str]:
 
 
 def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
-    """Keys and values stay on the host, unquantized."""
+    """Keys and values stay on the host, in a format that the plan's quality class allows."""
+    allowed = KV_FORMATS[plan.quality]
     for what, kept in (("keys", plan.kv.format.key), ("values", plan.kv.format.value)):
-        if kept != KV_FORMAT:
-            yield f"it keeps {what} as {kept:.20}, and they are kept as {KV_FORMAT}"
+        if kept not in allowed:
+            yield f"it keeps {what} as {kept:.20}, and in the quality class {plan.quality} they are kept as {' or '.join(allowed)}"
     for layer, batch, tier in plan.kv.homes:
-        if tier != "host":
-            yield f"it has keys and values on the {tier}, and they are kept on the host alone"
+        if tier not in ("host", "disk"):
+            yield f"it has keys and values on the {tier}, and they are kept on host or disk"
+        if tier == "disk" and plan.stream == "matrix":
+            yield "it has keys and values on the disk and cuts layers at their matrices, and both at once is not done"
         if not (0 <= layer < model.num_layers and 0 <= batch < plan.num_micro_batches):
             yield f"it has keys and values of layer {layer} and micro-batch {batch}, and there is no such pair"
+    if len({(layer, batch) for layer, batch, _ in plan.kv.homes}) < len(plan.kv.homes):
+        yield "it gives the keys and values of some layer and micro-batch two homes"
+    on_disk = sum(spilled.num_bytes for spilled in spilled_of(model, plan).values())
+    if plan.kv.bytes.get("disk", 0) != on_disk:
+        yield f"its keys and values on the disk take {on_disk} bytes where the plan has {plan.kv.bytes.get('disk', 0)}"
 
 
 def _threads(plan: Plan) -> Iterator[str]:

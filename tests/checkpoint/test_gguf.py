@@ -94,7 +94,8 @@ def test_llama_3_scaling_of_rotary_positions(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     assert transformers_config(checkpoint).rope_parameters == {"rope_theta": 10000.0, **rope}
     assert "rope_freqs.weight" not in checkpoint.sources
-    path = tiny_gguf("llama", tmp_path / "b.gguf", num_layers=1, tensors={"rope_freqs.weight": rope_factors(64, 8.0, original=4096)}, head_dim=64)
+    tensors = {"rope_freqs.weight": rope_factors(64, 8.0, original=4096)}
+    path = tiny_gguf("llama", tmp_path / "b.gguf", num_layers=1, tensors=tensors, head_dim=64)
     with pytest.raises(StatedError, match=r"scales rotary positions \(rope_freqs\.weight\) in another way than Llama 3"):
         open_checkpoint(path)
 

@@ -18,8 +18,8 @@ from tests.executor.plans import make_plan
 from tests.executor.reference import greedy, load_reference, prompts
 from tests.models import EXPERT_FAMILIES
 
-NEW_TOKENS = 6
-LENGTHS = (3, 17, 1, 30, 9)
+NEW_TOKENS = 4
+LENGTHS = (3, 17, 1, 30)
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
@@ -39,7 +39,7 @@ def test_greedy_tokens_equal_transformers_resident_and_streamed(tiny, family):
     assert isinstance(offloaded, Optimal) and offloaded.plan.num_micro_batches > 1
     kernel = offloaded.plan.kernels.prefill
     plans = {
-        "resident": make_plan(checkpoint.shape, checkpoint.fingerprint, micro_batch=1, num_micro_batches=5, kernel=kernel),
+        "resident": make_plan(checkpoint.shape, checkpoint.fingerprint, micro_batch=1, num_micro_batches=4, kernel=kernel),
         "40 %": offloaded.plan,
         "cut": make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set(), micro_batch=3, stream="matrix", kernel=kernel),
     }
@@ -60,7 +60,7 @@ def test_fused_products_give_a_row_the_same_bits_in_any_batch(tiny, family):
     checkpoint = tiny(family, num_layers=3, dtype="bf16")
     texts = prompts(checkpoint.shape.vocab_size, LENGTHS)
     found = []
-    for micro_batch in (1, 5):
+    for micro_batch in (1, 4):
         plan = make_plan(checkpoint.shape, checkpoint.fingerprint, micro_batch=micro_batch, resident=set(), kernel="fused_dot")
         with Engine(checkpoint, plan) as engine:
             found.append(engine.first_logits(texts))

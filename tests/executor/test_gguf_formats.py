@@ -7,7 +7,7 @@ from lmoffload.executor import Engine, Request
 from lmoffload_solver.formats import FORMATS
 from tests.executor.plans import make_plan
 from tests.executor.reference import greedy, load_reference, prompts
-from tests.models import tiny_gguf
+from tests.models import tiny_gguf, tiny_model
 
 NEW_TOKENS = 6
 KINDS = {
@@ -29,3 +29,16 @@ def test_greedy_tokens_equal_transformers(tmp_path):
         with Engine(checkpoint, plan) as engine:
             done = engine.generate([Request(str(i), tuple(text), NEW_TOKENS) for i, text in enumerate(texts)])
         assert [list(completion.token_ids) for completion in done] == expected
+
+
+def test_experts_of_a_gguf_file(tmp_path):
+    """Against the model that was written: transformers' loader takes the size of experts for that of its defaults."""
+    options = {"num_layers": 2, "seed": 3, "mlp_only_layers": []}
+    checkpoint = open_checkpoint(tiny_gguf("qwen3_moe", tmp_path / "tiny.gguf", **options))
+    model = tiny_model("qwen3_moe", **options)
+    assert len(checkpoint.source("model.layers.1.mlp.experts.gate_up_proj").runs) == 2 * 8
+    texts = prompts(checkpoint.shape.vocab_size, (3, 17, 1, 30))
+    plan = make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set(), micro_batch=2)
+    with Engine(checkpoint, plan) as engine:
+        done = engine.generate([Request(str(i), tuple(text), NEW_TOKENS) for i, text in enumerate(texts)])
+    assert [list(completion.token_ids) for completion in done] == [greedy(model, text, NEW_TOKENS) for text in texts]

@@ -7,16 +7,17 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from lmoffload.checkpoint import Checkpoint, open_checkpoint, with_formats
+from lmoffload.checkpoint import Checkpoint, open_checkpoint, transformers_config, with_formats
 from lmoffload.checkpoint.encode import can_hold
 from lmoffload.executor import Engine, Request
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload_solver.formats import QUANTIZED
 from tests.executor.plans import make_plan
-from tests.executor.reference import greedy, load_reference, prompts
+from tests.executor.reference import greedy, prompts
 
 NEW_TOKENS = 8
 
@@ -28,15 +29,18 @@ def formats_of(checkpoint: Checkpoint, format_name: str) -> dict[str, str]:
     return {name: found[0] for name, found in fitting.items() if found}
 
 
-def dequantized(model: Any, stored: Checkpoint) -> Any:
+def dequantized(stored: Checkpoint) -> Any:
     """A transformers model with the stored weights widened."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(transformers_config(stored), dtype=torch.float32).eval()
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for tensor in stored.shape.tensors:
-            if tensor.format in QUANTIZED:
-                data = torch.from_numpy(stored.read_array(tensor.name))
-                wide = reference_widen(Matrix(data, tensor.format, prod(tensor.shape[:-1]), tensor.shape[-1]))
-                parameters[tensor.name].copy_(wide.view(tensor.shape))
+            data, order = torch.from_numpy(stored.read_array(tensor.name)), stored.source(tensor.name).row_order
+            rows = None if order is None else torch.from_numpy(np.ascontiguousarray(order))
+            wide = reference_widen(Matrix(data, tensor.format, prod(tensor.shape[:-1]), tensor.shape[-1], rows))
+            parameters[tensor.name].copy_(wide.view(tensor.shape))
     return model
 
 
@@ -56,11 +60,14 @@ def round_activations(model: Any, formats: Mapping[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("kernel", ["widen_tiles", "fused_dot"])
-@pytest.mark.parametrize(("family", "format_name"), [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8"), ("mixtral", "int4-g32")])
+@pytest.mark.parametrize(
+    ("family", "format_name"),
+    [("llama", "int8"), ("qwen2", "int4-g32"), ("gemma2", "int4-g64"), ("opt", "int8"), ("mixtral", "int4-g32")],
+)
 def test_weight_only_formats_give_the_tokens_of_the_dequantized_model(tiny, tmp_path, family, format_name, kernel):
     checkpoint = tiny(family, dtype="bf16")
     formats, texts = formats_of(checkpoint, format_name), prompts(checkpoint.shape.vocab_size)
-    model = dequantized(load_reference(checkpoint.path), with_formats(checkpoint, formats, cache=tmp_path))
+    model = dequantized(with_formats(checkpoint, formats, cache=tmp_path))
     expected = [greedy(model, text, NEW_TOKENS) for text in texts]
     for micro_batch, resident in ((1, None), (3, {t.name for t in checkpoint.shape.tensors if t.layer == 1}), (2, set())):
         plan = make_plan(
@@ -77,7 +84,7 @@ def test_rounded_activations_and_no_batch_changes_a_bit(tiny, tmp_path, format_n
     """Within 0.5 % of the same rounding in transformers: where an activation's last bit differs, it may round to the next code."""
     checkpoint = tiny("llama", num_layers=2, dtype="bf16", intermediate_size=128)
     formats, texts = formats_of(checkpoint, format_name), prompts(checkpoint.shape.vocab_size)
-    model = dequantized(load_reference(checkpoint.path), with_formats(checkpoint, formats, cache=tmp_path))
+    model = dequantized(with_formats(checkpoint, formats, cache=tmp_path))
     round_activations(model, formats)
     expected = last_logits(model, texts)
     found = []
@@ -96,14 +103,14 @@ TEXT = (1, 504, 3575, 282, 4649, 314, 253, 2024, 3443, 28, 198, 788, 260, 1234, 
 
 
 @pytest.mark.parametrize("format_name", ["int8", "int4-g64"])
-def test_a_trained_model(tmp_path, format_name, trained_file, trained_reference):
+def test_a_trained_model(tmp_path, format_name, trained_file):
     """Every third layer in the format. Rounded activations are chaotic from layer to layer: one that rounds the other way moves thousands
     in the next. So their error, over several prompts, is held against that of the same rounding in transformers."""
     checkpoint = open_checkpoint(trained_file)
     some = {t.name for t in checkpoint.shape.tensors if t.layer is not None and t.layer % 3 == 0}
     formats = {name: found for name, found in formats_of(checkpoint, format_name).items() if name in some}
     texts = [TEXT[:length] for length in (4, 6, 8, 10, 12, 14, 16)]
-    model = dequantized(trained_reference(), with_formats(checkpoint, formats, cache=tmp_path))
+    model = dequantized(with_formats(checkpoint, formats, cache=tmp_path))
     exact, found = last_logits(model, texts), {}
     for kernel in ("fused_dot", "int8_dot"):
         plan = make_plan(checkpoint.shape, checkpoint.fingerprint, resident=set(), micro_batch=4, kernel=kernel, formats=formats)

@@ -122,6 +122,8 @@ def test_experts_of_a_toy_by_hand() -> None:
     hit = 8 * (1 - 0.75**16)
     calls, rows = product.calls_and_rows(np.array([16.0]))
     assert (calls, rows) == (pytest.approx(hit), 8)
+    halves = Product("fp32", 32, 64, num_experts=8, per_token=2, parts=2).calls_and_rows(np.array([16.0]))
+    assert halves == (pytest.approx(2 * hit), 8), "gate and up of an expert are stored apart"
     kind = LayerKind(make_model().layers[0], (product,), 0)
     (one,) = costs.linear.seconds("wide", "fp32", 64, 64, np.array([8.0]))
     assert costs.linear_seconds(kind, "wide", np.array([16.0])) == [pytest.approx([hit * (1e-5 + one)])]

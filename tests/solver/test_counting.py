@@ -39,6 +39,21 @@ def test_kv_bytes_are_capped_by_windows() -> None:
     assert counting.kv_bytes(model, 24) == 2 * 24 * 256 + 2 * 10 * 256
 
 
+def test_quantized_kv() -> None:
+    """32 tokens of a key channel are 32 or 16 bytes of codes and 4 of scale and zero; the newest 32 keys have room in bf16. A token's
+    values are whole lines of 32 channels."""
+    layer = LayerShape(num_heads=4, num_kv_heads=2, key_dim=40, value_dim=48)
+    assert counting.key_room(layer, 100, "int8") == 3
+    assert counting.layer_kv_bytes(layer, 100, "int8", "int8") == 2 * (3 * 40 * 36 + 32 * 40 * 2 + 100 * 2 * 36)
+    assert counting.layer_kv_bytes(layer, 31, "int4-g32", "bf16") == 2 * (32 * 40 * 2 + 31 * 48 * 2)
+    assert counting.kv_bytes_per_token(layer, "int4-g32", "int4-g32") == 2 * (40 * 20 / 32 + 2 * 20)
+    assert counting.decode_attention_bytes(layer, 100, "int8", "int8") == 2 * (3 * 40 * 36 + 4 * 40 * 2 + 100 * 2 * 36)
+    window = layer.model_copy(update={"window": 40})
+    assert counting.key_room(window, 1000, "int8") == 2 and counting.key_room(window, 39, "int8") == 1
+    assert counting.layer_kv_bytes(window, 1000, "int8", "int8") == 2 * (2 * 40 * 36 + 32 * 40 * 2 + 40 * 2 * 36)
+    assert counting.decode_attention_bytes(window, 100, "int8", "int8") == 2 * (2 * 40 * 36 + 4 * 40 * 2 + 40 * 72), "tokens 60..99"
+
+
 def test_suspended_state() -> None:
     assert counting.suspended_bytes(make_model(), 3) == 3 * (64 * 4 + 8 + 2 * 16 * 4)
     both_kinds = counting.suspended_bytes(make_model(windows=(None, 10)), 3)
