@@ -15,7 +15,6 @@ import numpy as np
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import AttentionCurve, Curve, Disk, LinearCurve, MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.plan import kernel_for
@@ -243,8 +242,10 @@ class MachineCosts:
         self.linear = LinearCosts(machine.linear, compute_threads)
         self.contention = Contention.of(machine, "disk_read", "host_compute")
         self._attention_curve = cache(lambda phase, kv_format: attention_curve(machine, phase, kv_format, compute_threads).rate)
-        quantizing = [rate.per_s for rate in machine.rates if rate.work == "quantize" and rate.tier == "host" and rate.way == "fused"]
-        self._quantize_per_s = max(quantizing, default=float("inf"))
+        self._quantize_per_s = {
+            rate.format: rate.per_s for rate in machine.rates if (rate.work, rate.tier, rate.way) == ("quantize", "host", "fused")
+        }
+        """Elements of keys and values per second, by format."""
 
     def layer_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> Array:
         """Seconds of one decoder layer over micro-batches of `tokens` (padded) tokens, attention left out:
@@ -286,7 +287,7 @@ class MachineCosts:
 
     def _quantize_seconds(self, shape: LayerShape, tokens: Array, kv_format: str) -> Array:
         elements = shape.num_kv_heads * (shape.key_dim + shape.value_dim) * tokens
-        return np.asarray(elements / self._quantize_per_s if kv_format in QUANTIZED else 0.0 * elements)
+        return np.asarray(elements / self._quantize_per_s.get(kv_format, float("inf")))
 
     def lookup_seconds(self, model: ModelShape, on_disk: bool) -> float:
         """Seconds of one token's embedding: a random read of its row where the table is on disk, several in flight, else part of the

@@ -11,7 +11,7 @@ from lmoffload_solver.errors import StatedError
 from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, kept_model
-from lmoffload_solver.variants import KV_FORMATS
+from lmoffload_solver.variants import KV_FORMATS_OF, WEIGHT_FORMATS
 
 
 def check_plan(model: ModelShape, plan: Plan) -> None:
@@ -32,6 +32,8 @@ def _formats(model: ModelShape, plan: Plan) -> Iterator[str]:
         kept = plan.weights.tensors.get(tensor.name)
         if kept is not None and kept.format != tensor.format and not tensor.can_become(kept.format):
             yield f"it keeps {tensor.name} as {kept.format:.20}, which is stored as {tensor.format} and cannot become that"
+        if kept is not None and kept.format != tensor.format and all(kept.format not in width for width in WEIGHT_FORMATS[plan.quality]):
+            yield f"it keeps {tensor.name} as {kept.format:.20}, and its quality is {plan.quality}"
 
 
 def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
@@ -76,7 +78,7 @@ def _places(plan: Plan) -> Iterator[str]:
 
 def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
     """Keys and values stay on the host, in a format that the plan's quality class allows."""
-    allowed = KV_FORMATS[plan.quality]
+    allowed = KV_FORMATS_OF[plan.quality]
     for what, kept in (("keys", plan.kv.format.key), ("values", plan.kv.format.value)):
         if kept not in allowed:
             yield f"it keeps {what} as {kept:.20}, and in the quality class {plan.quality} they are kept as {' or '.join(allowed)}"

@@ -23,7 +23,7 @@ WEIGHT_FORMATS: Mapping[Quality, tuple[tuple[str, ...], ...]] = MappingProxyType
 """What a class of tensors may be turned into: of each width the first that the tensors' shapes allow and whose loss is within bounds. Of
 one width larger groups take fewer bytes and are never slower, so one of them is enough."""
 
-KV_FORMATS: Mapping[Quality, tuple[str, ...]] = MappingProxyType(
+KV_FORMATS_OF: Mapping[Quality, tuple[str, ...]] = MappingProxyType(
     {
         "exact": ("fp32",),
         "int8": ("fp32", "bf16", "int8"),
@@ -115,7 +115,7 @@ def offered(model: ModelShape, machine: MachineProfile, threads: tuple[int, ...]
                     found.append(fmt)
                     break
         weights[name] = tuple(found)
-    kv = tuple(fmt for fmt in KV_FORMATS[quality] if fmt == "fp32" or (fmt in attended and allowed(losses, quality, Part("kv", fmt))))
+    kv = tuple(fmt for fmt in KV_FORMATS_OF[quality] if fmt == "fp32" or (fmt in attended and allowed(losses, quality, Part("kv", fmt))))
     return Offered(weights, kv, quality, losses)
 
 

@@ -48,7 +48,7 @@ def make_plan(
         model=Named(name=shape.name, digest=fingerprint),
         machine=Named(name="none", digest="none"),
         workload=Workload.of_lengths([1], 1),
-        quality="exact" if kv == ("fp32", "fp32") else "any",
+        quality="exact" if kv == ("fp32", "fp32") and not formats else "any",
         status="optimal",
         bound_tokens_per_s=1.0,
         gap=0.0,
