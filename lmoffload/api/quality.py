@@ -50,7 +50,7 @@ def measure_losses(
     bar: ProgressBar | None = None,
     tell: Tell = tell_on_stderr,
 ) -> LossTable:
-    """Measure what every format of weights costs a model, and keep the table in the user's data directory.
+    """Measure what every format of weights, and of keys and values, costs a model, and keep the table in the user's data directory.
 
     Each format is put in a store of its own, one at a time; a store that was not there before is removed when it has been measured.
 
@@ -84,8 +84,8 @@ class Measuring:
     ) -> None:
         from lmoffload.jobs.text import Text
 
-        self.model, self.checkpoint, self.limits, self.sample, self.tell = model, model.require_checkpoint(), limits, sample, tell
-        self.tokens = tokens
+        self.model, self.checkpoint, self.limits, self.tell = model, model.require_checkpoint(), limits, tell
+        self.sample, self.tokens = sample, tokens
         self.text = Text(self.checkpoint)
         self.windows = windows_of(self.text, sample, model, tokens)
         self.machine = _with_every_format(machine)
@@ -205,8 +205,9 @@ def _described(name: str, windows: Windows) -> MeasuredText:
 
 
 def _loss(part: Part, rounding: str | None, scores: Sequence[Score], reference: Sequence[Score]) -> Loss:
-    loss = _perplexity(scores) / _perplexity(reference) - 1
-    return Loss(**part._asdict(), rounding=rounding, perplexity=_perplexity(scores), loss=loss, equal_tokens=_equal_tokens(scores, reference))
+    perplexity, equal = _perplexity(scores), _equal_tokens(scores, reference)
+    loss = perplexity / _perplexity(reference) - 1
+    return Loss(**part._asdict(), rounding=rounding, perplexity=perplexity, loss=loss, equal_tokens=equal)
 
 
 def _perplexity(scores: Sequence[Score]) -> float:

@@ -25,7 +25,7 @@ def quality(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what each format of weights costs a model in quality, and keep it for later plans."""
+    """Measure what each format of weights, and of keys and values, costs a model in quality, and keep it for later plans."""
     from lmoffload.api.limits import limits_of
     from lmoffload.api.quality import measure_losses
     from lmoffload.report.progress import ProgressBar

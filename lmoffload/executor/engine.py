@@ -12,12 +12,13 @@ import torch
 
 from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
+from lmoffload.executor.mean_squares import MeanSquares
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.performed import performed
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request, Score
-from lmoffload.executor.row import Row, make_row
+from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.decode_attention import decode_kernel
@@ -172,12 +173,7 @@ class Engine:
                 the others are computed in one prefill, whose keys and values are as computed.
             on_progress: called after every step with the share that is done.
         """
-        rows = []
-        for i, text in enumerate(texts):
-            prefix, forced = tuple(text[: len(text) - num_decoded]), tuple(text[len(text) - num_decoded :])
-            row = make_row(Request(str(i), prefix, max(1, num_decoded)), {}, self.shape.vocab_size)
-            row.forced = forced
-            rows.append(row)
+        rows = [scored_row(text, num_decoded, self.shape.vocab_size) for text in texts]
         blocks, num_steps = self._split(rows, every_logit=True), max(1, num_decoded)
         for number, block in enumerate(blocks):
             for step, _ in self._blocks.run(block, num_steps, False, frozenset(), None):
@@ -191,16 +187,9 @@ class Engine:
 
         An expert's are those of the tokens that chose it; all experts of a layer count together.
         """
-        sums: dict[str, torch.Tensor] = {}
-        counts: dict[str, int] = {}
-
-        def observe(name: str, rows: torch.Tensor) -> None:
-            sums[name] = sums.get(name, 0.0) + rows.double().square().sum(0)
-            counts[name] = counts.get(name, 0) + rows.shape[0]
-
-        rows = [make_row(Request(str(i), tuple(text), 1), {}, self.shape.vocab_size) for i, text in enumerate(texts)]
-        blocks = self._split(rows, keep_logits=True)
-        self._runtime.observe = observe
+        found = MeanSquares()
+        blocks = self._split([scored_row(text, 0, self.shape.vocab_size) for text in texts], keep_logits=True)
+        self._runtime.observe = found.add
         try:
             for number, block in enumerate(blocks, 1):
                 for _ in self._blocks.run(block, 1, False, frozenset(), None):
@@ -208,7 +197,7 @@ class Engine:
                 on_progress(number / len(blocks))
         finally:
             self._runtime.observe = None
-        return {name: (total / counts[name]).float() for name, total in sums.items() if self.shape.by_name[name].layer is not None}
+        return {name: square for name, square in found.means().items() if self.shape.by_name[name].layer is not None}
 
     def first_logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits after each prompt, [prompts, vocabulary] fp32: what the first generated token is chosen from."""
