@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmoffload_solver.chain_prices import BatchPrices
 from lmoffload_solver.chain_schedule import Clock, Graph, UnitWork, lay_out
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_costs import DeviceCosts
+from lmoffload_solver.host_cores import HostCores
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.simulate import Timed, walk
 from lmoffload_solver.value import Resource
@@ -35,6 +37,8 @@ class ChainSimulated:
     decode: PhaseSeconds
     step_s: float
     """A decode step of the first block, the mean over its steps."""
+    num_tasks: int = 0
+    """(unit, micro-batch) pairs that were simulated."""
 
     @property
     def total_s(self) -> float:
@@ -42,20 +46,25 @@ class ChainSimulated:
 
 
 def costs_of(machine: MachineProfile, decision: Decision, file_system: str | None = None) -> DeviceCosts:
-    """Prices of a machine under a decision's runtime."""
-    return DeviceCosts(machine, disk_of(machine, file_system), decision.runtime)
+    """Prices of a machine under a decision's runtime and threads."""
+    disk = disk_of(machine, file_system)
+    if not decision.threads:
+        return DeviceCosts(machine, disk, decision.runtime)
+    share = HostCores.of(machine, disk).share(decision.threads, decision.num_micro_batches)
+    return DeviceCosts(machine, disk, decision.runtime, share)
 
 
-def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision) -> ChainSimulated:
-    """Every different block's sampled steps one after another, each step weighted with what it stands for."""
-    work = ChainWork(job, costs, decision)
+def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> ChainSimulated:
+    """Every different block's sampled steps one after another, each step weighted with what it stands for. `prices` as in `ChainWork`."""
+    work = ChainWork(job, costs, decision, prices)
     seconds = [0.0, 0.0]
     busy: tuple[dict[Resource, float], dict[Resource, float]] = ({}, {})
     widening, packing = [0.0, 0.0], [0.0, 0.0]
-    step_s = 0.0
+    step_s, tasks = 0.0, 0
     for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
         steps = work.block(block)
         ends = [0.0, *lay_out(steps, decision.runtime, decision.prefetch_depth, Clock().emit)]
+        tasks += sum(len(unit.batches) for units in steps for unit in units)
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)
             seconds[phase] += weight * (ends[place + 1] - ends[place])
@@ -66,7 +75,7 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision) -> ChainSim
         if number == 0 and job.gen_len > 1:
             step_s = seconds[1] / (block.count * (job.gen_len - 1))
     phases = [PhaseSeconds(seconds[p], busy[p], widening[p], packing[p]) for p in (0, 1)]
-    return ChainSimulated(phases[0], phases[1], step_s)
+    return ChainSimulated(phases[0], phases[1], step_s, tasks)
 
 
 def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
