@@ -8,13 +8,14 @@ whether the host attends; threads of each class of tasks on the host. Limits fix
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from lmoffload_solver import counting
 from lmoffload_solver.chain_bounds import Amounts, closed_form_s
@@ -77,6 +78,15 @@ class Bounded(NamedTuple):
 
     seconds: float
     candidate: ChainCandidate
+
+
+class Variant(NamedTuple):
+    """Formats of the weights, and how products take them."""
+
+    formats: Formats
+    products: tuple[Products, Products]
+    beaten: npt.NDArray[np.bool_]
+    """Batches for which another way is no slower in any step and takes no more memory."""
 
 
 class ChainDomain:
@@ -143,12 +153,10 @@ class ChainDomain:
         """Elements of the 16-bit copy that widened weights take."""
         return 0 if products == ("dequantizing", "dequantizing") else self.memory.widened(formats, True)
 
-    def _variants(self) -> Iterator[tuple[Formats, tuple[Products, Products], Array]]:
-        """(formats, how products take them, batches for which another way is no slower in any step and no larger)."""
-        counts = np.diff([*self.terms.starts, len(self.terms.numbers)])
+    def _variants(self) -> Iterator[Variant]:
         for formats in self.formats:
             if not any(fmt in QUANTIZED for name, fmt in formats if name != "embedding" or self.model.tied_head):
-                yield formats, ("widen", "widen"), np.zeros(len(self.pairs), dtype=bool)
+                yield Variant(formats, ("widen", "widen"), np.zeros(len(self.pairs), dtype=bool))
                 continue
             slower = np.stack([self.terms.packed(formats, (way, way)) for way in PRODUCTS])
             ways = {}
@@ -156,46 +164,56 @@ class ChainDomain:
                 widen = np.logical_and.reduceat((slower[0, rows] <= slower[1, rows]).all(axis=0), self.terms.starts)
                 fused = np.logical_and.reduceat((slower[1, rows] <= slower[0, rows]).all(axis=0), self.terms.starts)
                 ways[phase] = {"widen": fused & ~widen, "dequantizing": widen}
-            assert counts.sum() == slower.shape[2]
             least_memory = ~ways[0]["dequantizing"] & ~ways[1]["dequantizing"]
             for products in product(PRODUCTS, PRODUCTS):
                 beaten = ways[0][products[0]] | ways[1][products[1]] | least_memory
-                yield formats, products, np.zeros_like(beaten) if products == ("dequantizing", "dequantizing") else beaten
+                yield Variant(formats, products, np.zeros_like(beaten) if products == ("dequantizing", "dequantizing") else beaten)
 
     # Bounds
 
-    def bounded(self) -> list[Bounded]:
+    def bounded(self) -> Iterator[Bounded]:
         """All candidates that may fit, depth, attention and threads open, the smallest bound first; of equal bounds those that keep
         everything as stored, then the smallest."""
         variants = list(self._variants())
-        packed = np.stack([self.terms.packed(formats, products) for formats, products, _ in variants])
-        sizes = np.array([[float(self.terms.sizes(formats).total)] for formats, _, _ in variants])
+        sizes = np.array([self.terms.sizes(formats).total for formats, _, _ in variants])
+        cells = [(kv_format, hidden) for kv_format in self.kv_formats for hidden in HIDDEN]
+        bounds = np.stack([self._bounds(variants, kv_format, hidden) for kv_format, hidden in cells])
+        lossy = np.logical_or.outer([kv_format != self.base_format for kv_format, _ in cells], [bool(one.formats) for one in variants])
+        fitting = np.nonzero(np.isfinite(bounds))
+        cell, variant, pair = fitting
+        seconds = bounds[fitting]
+        for place in np.lexsort((sizes[variant], lossy[cell, variant], seconds)):
+            formats, products, _ = variants[variant[place]]
+            kv_format, hidden = cells[cell[place]]
+            candidate = ChainCandidate(*self.pairs[pair[place]], formats, kv_format, hidden, products)
+            yield Bounded(float(seconds[place]), candidate)
+
+    def _bounds(self, variants: list[Variant], kv_format: str, hidden: Tier) -> Array:
+        """Variants × batches; infinite where they do not fit, or another way is no slower."""
+        shape = (len(variants), len(self.pairs))
         others = {tier: np.array([[float(self.placer(f).other_bytes[tier])] for f, _, _ in variants]) for tier in HIDDEN}
-        largest = np.array([[self._largest(formats)] for formats, _, _ in variants])
         widened = np.array([[float(self.widened(formats, products))] for formats, products, _ in variants])
-        beaten = np.stack([dropped for _, _, dropped in variants])
-        read_rate = max(self.terms.read_rate(None), 0.0)
-        shape = beaten.shape
-        found = []
-        for kv_format, hidden in product(self.kv_formats, HIDDEN):
-            left = self.memory.transients(self.rows, self.block_rows, hidden, kv_format, widened)
-            device = self.memory.capacity["device"] - sum(left.device.values()) - others["device"]
-            host = self.memory.capacity["host"] - sum(left.host.values()) - others["host"]
-            kv = np.broadcast_to(self.memory.kv_token_bytes(kv_format) * self.block_rows, shape)
-            weights = np.broadcast_to(sizes, shape)
-            fits = (device >= 0) & (host >= 0) & (weights + kv <= device + host + self.memory.capacity["disk"]) & ~beaten
-            if not fits.any():
-                continue
-            granted = self.memory.weights_capacity - self.memory.vectors - others["device"] - others["host"]
-            amounts = Amounts(*(np.broadcast_to(a, shape) for a in (weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted)))
-            steps = self.terms.steps(kv_format)
-            bounds = closed_form_s(
-                self.terms, steps, packed, amounts, depth=max(DEPTHS), hidden=hidden == "host", read_rate=read_rate
-            )
-            for variant, pair in zip(*np.nonzero(fits), strict=True):
-                formats, products, _ = variants[variant]
-                found.append(Bounded(float(bounds[variant, pair]), ChainCandidate(*self.pairs[pair], formats, kv_format, hidden, products)))
-        return found
+        left = self.memory.transients(self.rows, self.block_rows, hidden, kv_format, widened)
+        device = self.memory.capacity["device"] - sum(left.device.values()) - others["device"]
+        host = np.broadcast_to(self.memory.capacity["host"] - sum(left.host.values()) - others["host"], shape)
+        kv = np.broadcast_to(self.memory.kv_token_bytes(kv_format) * self.block_rows, shape)
+        weights = np.broadcast_to(np.array([[float(self.terms.sizes(formats).total)] for formats, _, _ in variants]), shape)
+        largest = np.broadcast_to(np.array([[self._largest(formats)] for formats, _, _ in variants]), shape)
+        granted = np.broadcast_to(self.memory.weights_capacity - self.memory.vectors - others["device"] - others["host"], shape)
+        fits = (device >= 0) & (host >= 0) & (granted >= 0) & (weights + kv <= device + host + self.memory.capacity["disk"])
+        fits &= ~np.stack([beaten for _, _, beaten in variants])
+        if not fits.any():
+            return np.full(shape, np.inf)
+        bounds = closed_form_s(
+            self.terms,
+            self.terms.steps(kv_format),
+            np.stack([self.terms.packed(formats, products) for formats, products, _ in variants]),
+            Amounts(weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted),
+            depth=max(DEPTHS),
+            hidden=hidden == "host",
+            read_rate=self.terms.read_rate(None),
+        )
+        return np.where(fits, bounds, np.inf)
 
     def _largest(self, formats: Formats) -> float:
         sizes = self.terms.sizes(formats)
@@ -250,10 +268,10 @@ class ChainDomain:
         others = self.placer(candidate.formats).other_bytes
         return self.memory.weights_capacity - self.memory.vectors - others["device"] - others["host"]
 
-    def weight_rooms(self, candidate: ChainCandidate, device: float, host: float) -> Rooms:
-        """What is left for weights where everything else leaves so much of device and host."""
-        read_rate = self.terms.read_rate(candidate.assignment)
-        return Rooms(device, host, float(self.memory.capacity["disk"]) if read_rate else 0.0, self.memory.weights_capacity - self.memory.vectors)
+    def weight_rooms(self, candidate: ChainCandidate, left: Mapping[Tier, float]) -> Rooms:
+        """What is left for weights where everything else leaves so much of each tier."""
+        disk = left["disk"] if self.terms.read_rate(candidate.assignment) else 0.0
+        return Rooms(left["device"], left["host"], disk, self.memory.weights_capacity - self.memory.vectors)
 
     def choices(self, candidate: ChainCandidate) -> ChainChoices:
         """The program's constants."""

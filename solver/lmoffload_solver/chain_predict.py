@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmoffload_solver.chain_clock import step_ends
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Clock, Graph, UnitWork, lay_out
+from lmoffload_solver.chain_schedule import Graph, UnitWork, lay_out
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_costs import DeviceCosts
+from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.host_cores import HostCores
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.simulate import Timed, walk
@@ -63,7 +66,7 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
     step_s, tasks = 0.0, 0
     for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
         steps = work.block(block)
-        ends = [0.0, *lay_out(steps, decision.runtime, decision.prefetch_depth, Clock().emit)]
+        ends = [0.0, *step_ends(steps, decision.runtime, decision.prefetch_depth)]
         tasks += sum(len(unit.batches) for units in steps for unit in units)
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)
@@ -71,7 +74,8 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
             for resource, amount in busy_of(units).items():
                 busy[phase][resource] = busy[phase].get(resource, 0.0) + weight * amount
             widening[phase] += weight * sum(unit.dequantize for unit in units)
-            packing[phase] += weight * sum(batch.quantize for unit in units for batch in unit.batches)
+            if decision.kv_format in QUANTIZED:
+                packing[phase] += weight * sum(batch.quantize for unit in units for batch in unit.batches)
         if number == 0 and job.gen_len > 1:
             step_s = seconds[1] / (block.count * (job.gen_len - 1))
     phases = [PhaseSeconds(seconds[p], busy[p], widening[p], packing[p]) for p in (0, 1)]
@@ -81,7 +85,9 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
 def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
     """Seconds that each resource works in a step."""
     busy: dict[Resource, float] = {}
-    for unit in units:
+    different = {id(unit): unit for unit in units}
+    for number, times in Counter(map(id, units)).items():
+        unit = different[number]
         amounts: dict[Resource, float] = {
             "disk_read": unit.read + sum(b.read for b in unit.batches),
             "upload": unit.upload + sum(b.load_kv + b.load_hidden for b in unit.batches),
@@ -91,7 +97,7 @@ def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
             "disk_write": sum(b.write for b in unit.batches),
         }
         for resource, amount in amounts.items():
-            busy[resource] = busy.get(resource, 0.0) + amount
+            busy[resource] = busy.get(resource, 0.0) + times * amount
     return busy
 
 

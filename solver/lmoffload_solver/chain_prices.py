@@ -15,12 +15,11 @@ import numpy as np
 
 from lmoffload_solver import counting
 from lmoffload_solver.chain_schedule import BatchWork
-from lmoffload_solver.costs import LayerKind
 from lmoffload_solver.decision import Job, KVUnit, StepSize
 from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, DeviceCosts, kv_bytes, kv_elements
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.lengths import Amount
-from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload_solver.model import TensorShape
 from lmoffload_solver.value import TensorClass, Tier
 
 Part = Literal["layer", "attention", "mlp"]
@@ -33,7 +32,7 @@ class BatchPrices:
         self.job, self.costs, self.kv_format, self.hidden = job, costs, kv_format, hidden
         self.model, self.runtime = job.model, costs.runtime
         self.parts: tuple[Part, ...] = ("attention", "mlp") if self.runtime.halves else ("layer",)
-        self.kinds = _kinds(job.model)
+        self.kinds = job.kinds
         self.tensors = cache(self._tensors)
         self._matrices = cache(self._count_matrices)
         self._one = cache(self._floats)
@@ -156,8 +155,3 @@ def elements_of(tensors: Sequence[TensorShape]) -> int:
     """Elements of matrices."""
     return sum(n * k for n, k in map(counting.matrix_size, tensors))
 
-
-def _kinds(model: ModelShape) -> list[int]:
-    """For every layer the first layer that costs the same."""
-    first: dict[LayerKind, int] = {}
-    return [first.setdefault(LayerKind.of(model, layer), layer) for layer in range(model.num_layers)]

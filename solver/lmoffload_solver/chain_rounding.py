@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import ceil, floor, sqrt
 
@@ -78,7 +79,12 @@ class WeightPlacer:
                 tier: Tier = "host" if tensor.name == model.embedding.name else "device"
                 self.others[tensor.name] = tier
                 self.other_bytes[tier] += self._size(tensor, formats)
-        self.orders = (SpreadOrder(groups, True), SpreadOrder(groups, False))
+        self._groups = groups
+
+    @cached_property
+    def orders(self) -> tuple[SpreadOrder, ...]:
+        """The head first, and last."""
+        return SpreadOrder(self._groups, True), SpreadOrder(self._groups, False)
 
     def left_by_others(self, rooms: Rooms) -> Rooms:
         """What the matrices leave that are not placed here."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lmoffload_solver.chain_domain import Bounded, ChainCandidate, ChainDomain
+from lmoffload_solver.chain_domain import ChainCandidate, ChainDomain
 from lmoffload_solver.chain_predict import ChainSimulated, simulate_chain
 from lmoffload_solver.chain_prices import BatchPrices
 from lmoffload_solver.chain_program import ChainProgram, ChainSolution
@@ -51,9 +51,11 @@ class Key(NamedTuple):
     """The order of the search: of equal bounds first what keeps everything as stored, then the smallest."""
 
     seconds: float
-    lossy: int
+    """The bound, rounded, so that nearly equal ones are equal."""
+    lossy: bool
     num_bytes: int
     number: int
+    bound_s: float
 
 
 class ChainSearch:
@@ -71,37 +73,36 @@ class ChainSearch:
         self.cut_short = False
         self.bound_s = float("inf")
         """Seconds that nothing left goes below."""
-        self._number = 0
         self.costs = cache(self._costs)
         self._prices = cache(self._batch_prices)
 
     def run(self) -> ChainFound | None:
         """The best plan; None where nothing fits, or the time is over before anything was simulated."""
-        waiting = sorted(self._key(one.seconds, one.candidate) + (one,) for one in self.domain.bounded())
-        waiting.reverse()
-        solved: list[tuple[Key, float, ChainCandidate, ChainProgram, ChainSolution]] = []
+        waiting = self.domain.bounded()
+        following = next(waiting, None)
+        solved: list[tuple[Key, ChainCandidate, ChainProgram, ChainSolution]] = []
         best: ChainFound | None = None
-        while waiting or solved:
-            is_open = bool(waiting) and (not solved or waiting[-1][:4] <= solved[0][0])
-            self.bound_s = waiting[-1][4].seconds if is_open else solved[0][1]
+        while following is not None or solved:
+            is_open = following is not None and (not solved or following.seconds <= solved[0][0].seconds)
+            self.bound_s = following.seconds if following is not None and is_open else solved[0][0].bound_s
             if best is not None and self.bound_s >= best.simulated.total_s * (1 - self._tolerance()):
                 break
             if time.perf_counter() > self.deadline:
                 self.cut_short = True
                 return best
-            if is_open:
-                bounded: Bounded = waiting.pop()[4]
-                for candidate in self.domain.open(bounded.candidate):
+            if following is not None and is_open:
+                for candidate in self.domain.open(following.candidate):
                     program = ChainProgram(self.domain.choices(candidate))
                     solution = self._solve(program)
                     if solution is None:
                         continue
-                    bound = max(bounded.seconds, solution.total_s)
-                    heapq.heappush(solved, (self._key(bound, candidate), bound, candidate, program, solution))
+                    key = self._key(max(following.seconds, solution.total_s), candidate)
+                    heapq.heappush(solved, (key, candidate, program, solution))
                     if self._is_due(best):
                         best = self._better(best, candidate, program, solution)
+                following = next(waiting, None)
             else:
-                _, _, candidate, program, solution = heapq.heappop(solved)
+                _, candidate, program, solution = heapq.heappop(solved)
                 best = self._better(best, candidate, program, solution)
         else:
             self.bound_s = float("inf")
@@ -136,10 +137,9 @@ class ChainSearch:
         return self.programs_solved & (self.programs_solved - 1) == 0 or (best is None and self.programs_solved % 8 == 0)
 
     def _key(self, bound: float, candidate: ChainCandidate) -> Key:
-        lossy = len(candidate.formats) + (candidate.kv_format != self.domain.base_format)
-        rounded = float(f"{bound * (1 - TIED):.6g}")
-        self._number += 1
-        return Key(min(bound, rounded), int(lossy > 0), self.domain.terms.sizes(candidate.formats).total, self._number)
+        lossy = bool(candidate.formats) or candidate.kv_format != self.domain.base_format
+        rounded = min(bound, float(f"{bound * (1 - TIED):.6g}"))
+        return Key(rounded, lossy, self.domain.terms.sizes(candidate.formats).total, self.programs_solved, bound)
 
     def _costs(self, assignment: int, num_micro_batches: int) -> DeviceCosts:
         terms = self.domain.terms
@@ -200,13 +200,9 @@ class ChainSearch:
             bare = self.decision(candidate, {}, kv)
             parts = self.memory.parts_beside_weights(bare)
             left = {tier: capacity[tier] - sum(named.values()) for tier, named in parts.items()}
-            if left["disk"] < 0:
-                continue
-            rooms = self.domain.weight_rooms(candidate, left["device"], left["host"])
-            for homes in placer.fill(rooms, bare.num_buffers):
-                decision = self.decision(candidate, homes, kv)
-                if self.memory.fits(decision):
-                    yield decision
+            rooms = self.domain.weight_rooms(candidate, left)
+            if left["disk"] >= 0:
+                yield from (self.decision(candidate, homes, kv) for homes in placer.fill(rooms, bare.num_buffers))
 
     def _amounts(self, decision: Decision) -> tuple[float, ...]:
         """(bytes of layers and head on the host, on disk, shares of keys and values by place)."""

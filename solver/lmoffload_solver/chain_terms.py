@@ -87,7 +87,7 @@ class ChainTerms:
         self.costs = DeviceCosts(machine, disk, own_runtime())
         self.cores = HostCores.of(machine, disk, threads)
         self.assignments = tuple(self.cores.assignments())
-        self.layers = Counter(BatchPrices(job, self.costs, "fp16", "device").kinds)
+        self.layers = Counter(job.kinds)
         blocks = [list(job.blocks(*pair)) for pair in pairs]
         ends = np.cumsum([0, *map(len, blocks)]).tolist()
         self.places = {pair: (begin, end) for pair, begin, end in zip(pairs, ends[:-1], ends[1:], strict=True)}

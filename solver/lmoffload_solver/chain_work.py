@@ -17,16 +17,17 @@ from lmoffload_solver.model import TensorShape
 
 
 class ChainWork:
-    """Prices a decision's units. `prices` are those of its runtime, keys' and values' format and hidden states; made here unless given."""
+    """Prices a decision's units. `prices` are those of its runtime, its format of keys and values and its hidden states; made here unless
+    given."""
 
     def __init__(self, job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> None:
         self.job, self.costs, self.decision = job, costs, decision
         self.model, self.runtime, self.steps = job.model, decision.runtime, job.steps
         self.prices = prices or BatchPrices(job, costs, decision.kv_format, decision.hidden)
         self._weights = cache(self._weights_s)
-        self._units = [
-            (layer, part, *self._moved(self.prices.tensors(layer, part))) for layer in range(self.model.num_layers) for part in self.prices.parts
-        ]
+        layers, parts = range(self.model.num_layers), self.prices.parts
+        self._moved_bytes = {(layer, part): self._moved(self.prices.tensors(layer, part)) for layer in layers for part in parts}
+        self._cut = cache(self._kinds)
 
     def block(self, block: ChainBlock) -> list[list[UnitWork]]:
         """The sampled steps of a block, tasks that slow each other stretched."""
@@ -37,16 +38,21 @@ class ChainWork:
     def step(self, block: ChainBlock, step: int) -> list[UnitWork]:
         """The units of one step: each layer or half of one, and the output head. Equal units are one object."""
         size = self.job.size(block, step)
-        units = []
-        known: dict[object, UnitWork] = {}
-        for layer, part, host_bytes, disk_bytes in self._units:
-            kv = self.decision.kv[layer][: block.num_batches]
-            key = (self.prices.kinds[layer], part, host_bytes, disk_bytes, kv)
-            if key not in known:
-                known[key] = self._unit(layer, part, (host_bytes, disk_bytes), kv, size)
-            units.append(known[key])
-        units.append(self._head(block, size))
-        return units
+        different, numbers = self._cut(block.num_batches)
+        units = [self._unit(layer, part, moved, kv, size) for layer, part, moved, kv in different]
+        return [*(units[number] for number in numbers), self._head(block, size)]
+
+    def _kinds(self, num_batches: int) -> tuple[list[tuple[int, Part, tuple[int, int], tuple[KVUnit, ...]]], list[int]]:
+        """The different units of a step, each by the first like it, and for every unit the number of its kind."""
+        first: dict[object, int] = {}
+        different, numbers = [], []
+        for (layer, part), moved in self._moved_bytes.items():
+            kv = self.decision.kv[layer][:num_batches]
+            number = first.setdefault((self.job.kinds[layer], part, moved, kv), len(first))
+            if number == len(different):
+                different.append((layer, part, moved, kv))
+            numbers.append(number)
+        return different, numbers
 
     def _moved(self, tensors: Sequence[TensorShape]) -> tuple[int, int]:
         """Bytes of tensors at home on the host, on disk."""

@@ -13,6 +13,7 @@ import numpy as np
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import Step, decode_steps
 from lmoffload_solver.chain_schedule import num_buffers
+from lmoffload_solver.costs import LayerKind
 from lmoffload_solver.lengths import Amount, Lengths
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.runtime import Runtime
@@ -125,6 +126,12 @@ class Job:
     @cached_property
     def lengths(self) -> Lengths:
         return Lengths(self.workload)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """For every layer the first layer that costs the same."""
+        first: dict[LayerKind, int] = {}
+        return tuple(first.setdefault(LayerKind.of(self.model, layer), layer) for layer in range(self.model.num_layers))
 
     @cached_property
     def longest(self) -> int:
