@@ -20,11 +20,12 @@ FINE = 1e-10
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
-def step_ends(steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int) -> list[float]:
-    """When each step of a block ends."""
+def step_ends(steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int) -> tuple[list[float], int]:
+    """When each step of a block ends, and how many (unit, micro-batch) pairs were laid out for it."""
     if runtime.overlap == "queues":
-        return RepeatingQueues(steps, depth).run()
-    return lay_out(steps, runtime, depth, Clock().emit)
+        queues = RepeatingQueues(steps, depth)
+        return queues.run(), queues.num_laid_out
+    return lay_out(steps, runtime, depth, Clock().emit), sum(len(unit.batches) for units in steps for unit in units)
 
 
 class RepeatingQueues(Queues):
@@ -34,6 +35,7 @@ class RepeatingQueues(Queues):
         self.clock = Clock()
         super().__init__(steps, depth, self.clock.emit)
         self.known: dict[object, list[float]] = {}
+        self.num_laid_out = 0
         works = [unit.batches[0] for _, _, unit in self.units]
         longest = max(unit.upload + unit.dequantize + work.compute + work.after for (_, _, unit), work in zip(self.units, works, strict=True))
         self.fine = 1 / (FINE * longest) if longest else 1.0
@@ -66,6 +68,7 @@ class RepeatingQueues(Queues):
         if not self.depth:
             self.weights(number, 0, 1)
         self.unit(number, unit)
+        self.num_laid_out += len(unit.batches)
         found = self.times(number + 1)
         if key is not None:
             self.known[key] = found

@@ -3,7 +3,7 @@
 Batch: micro-batch 2^i, 3·2^i and the job cut into 1 to 4 equal parts, the same for the number of micro-batches up to 24. Formats: each class
 of matrices, keys and values as stored or in the smallest format that the quality class allows and the shape permits, since a smaller one
 costs the device the same and moves less. How products take quantized weights in each phase. Home of the hidden states; prefetch depth;
-whether the host attends; threads of each class of tasks on the host. Limits fix a choice.
+whether the host attends (not without reading ahead: then it would wait); threads of each class of tasks on the host. Limits fix a choice.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class ChainDomain:
         if everything_home:
             return
         shares = [self.terms.cores.share(threads, candidate.num_micro_batches).attention for threads in self.terms.assignments]
-        for depth in DEPTHS:
+        for depth in DEPTHS[:-1]:
             for number, (rate, share) in enumerate(zip(rates, shares, strict=True)):
                 others = [(r, s) for other, (r, s) in enumerate(zip(rates, shares, strict=True)) if other != number and (r, s) != (rate, share)]
                 twins = [other for other in range(number) if (rates[other], shares[other]) == (rate, share)]
@@ -287,6 +287,7 @@ class ChainDomain:
             prefetch_depth=candidate.prefetch_depth,
             slots=candidate.slots,
             kv_bytes=kv_bytes,
+            kv_buffers=self.memory.kv_buffers(min(candidate.micro_batch, self.job.num_prompts), candidate.kv_format),
             rooms=rooms,
             weights_room=self.weights_room(candidate),
             upload_bytes_per_s=self.terms.upload_rate,

@@ -41,7 +41,7 @@ class ChainSimulated:
     step_s: float
     """A decode step of the first block, the mean over its steps."""
     num_tasks: int = 0
-    """(unit, micro-batch) pairs that were simulated."""
+    """(unit, micro-batch) pairs that were laid out."""
 
     @property
     def total_s(self) -> float:
@@ -66,8 +66,8 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
     step_s, tasks = 0.0, 0
     for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
         steps = work.block(block)
-        ends = [0.0, *step_ends(steps, decision.runtime, decision.prefetch_depth)]
-        tasks += sum(len(unit.batches) for units in steps for unit in units)
+        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth)
+        ends, tasks = [0.0, *ends], tasks + laid_out
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)
             seconds[phase] += weight * (ends[place + 1] - ends[place])

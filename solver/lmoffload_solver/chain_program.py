@@ -18,6 +18,7 @@ import numpy as np
 
 from lmoffload_solver.chain_terms import PLACES, Array, Sizes, StepTerms
 from lmoffload_solver.costs import Contention
+from lmoffload_solver.device_memory import KVBuffers
 from lmoffload_solver.value import TensorClass, Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -43,6 +44,7 @@ class ChainChoices:
     """Buffers of weights."""
     kv_bytes: float
     """Of the first block."""
+    kv_buffers: KVBuffers
     rooms: dict[Tier, float]
     """Bytes for homes and buffers of weights and KV."""
     weights_room: float
@@ -150,14 +152,15 @@ class ChainProgram:
         return Rows(names, matrix, np.full(4, -inf), np.zeros(4))
 
     def capacity(self) -> Rows:
-        """capacity.tier: weights and KV at home there and the buffers of weights within the room; capacity.weights: homes and buffers of
-        weights on device and host within what the user grants them."""
+        """capacity.tier: weights and KV at home there and the buffers of weights within the room, and so many of the buffers of KV as of it
+        needs them; capacity.weights: homes and buffers of weights on device and host within what the user grants them."""
         choices = self.choices
         matrix = np.zeros((4, self.num_variables))
         for row, tier in enumerate(TIERS):
             matrix[row] = self._bytes(tier)
             for place, unit in enumerate(PLACES):
-                matrix[row, self.kv + place] = choices.kv_bytes / GB if unit.home == tier else 0.0
+                buffers = choices.kv_buffers.of(unit).get(tier, 0.0)
+                matrix[row, self.kv + place] = (buffers + (choices.kv_bytes if unit.home == tier else 0.0)) / GB
         matrix[0, self.streamed] = matrix[1, self.staged] = choices.slots
         matrix[3] = self._bytes("device", "host")
         matrix[3, [self.streamed, self.staged]] = choices.slots

@@ -26,16 +26,17 @@ from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.value import Quality, Tier
 from lmoffload_solver.workload import Limits
 
+EFFORT = 100.0
+"""In programs solved: how much the search does for a proof without a gap."""
 PROOF = 0.005
-"""Where the search has taken its effort it ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
+"""The share by which what is left may be quicker when as much effort again was taken; it grows as long as the search goes on. The plan's gap
+says what was proven."""
 SAME = 1e-9
 """Relative difference of two times that is rounding of floating point."""
 TIED = 1e-6
 """Relative difference of bounds that are taken for equal."""
-EFFORT = 150.0
-"""In programs solved: how much the search does for a proof without a gap."""
-TASKS_OF_A_PROGRAM = 500
-"""(unit, micro-batch) pairs that are simulated while a program is solved."""
+A_SIMULATION, A_TASK = 3.0, 0.004
+"""Effort of a simulation, and of each (unit, micro-batch) pair that it lays out."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class ChainSearch:
     def _tolerance(self) -> float:
         if self.proof is not None:
             return max(self.proof, SAME)
-        return SAME if self.effort < EFFORT else PROOF
+        return max(SAME, PROOF * (self.effort / EFFORT - 1))
 
     def _solve(self, program: ChainProgram) -> ChainSolution | None:
         self.programs_solved += 1
@@ -127,7 +128,7 @@ class ChainSearch:
             if best is not None and bound >= best.simulated.total_s * (1 - SAME):
                 continue
             simulated = simulate_chain(self.job, costs, decision, prices)
-            self.effort += simulated.num_tasks / TASKS_OF_A_PROGRAM
+            self.effort += A_SIMULATION + A_TASK * simulated.num_tasks
             if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
                 best = ChainFound(decision, simulated, candidate)
         return best

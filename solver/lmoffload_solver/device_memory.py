@@ -14,7 +14,7 @@ from math import inf
 import numpy as np
 
 from lmoffload_solver import counting
-from lmoffload_solver.decision import Decision, Job
+from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, kv_bytes, kv_elements
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.lengths import Amount
@@ -36,6 +36,21 @@ class Transients:
 
     device: dict[str, Amount]
     host: dict[str, Amount]
+
+
+@dataclass(frozen=True)
+class KVBuffers:
+    """Bytes of the buffers of keys and values on their way: of prompts', which the device computes and stores, and of all tokens'."""
+
+    prompts: float
+    whole: float
+
+    def of(self, unit: KVUnit) -> dict[Tier, float]:
+        """What keys and values in a place need: those on disk stay a while on the host, those that the device attends to on the device."""
+        if unit.home == "device":
+            return {}
+        on_device = self.prompts if unit.attends == "host" else self.whole
+        return {"device": on_device, "host": self.whole} if unit.home == "disk" else {"device": on_device}
 
 
 class ChainMemory:
@@ -65,6 +80,12 @@ class ChainMemory:
 
     def _kv_bytes(self, shape: LayerShape, kv_format: str, new_tokens: int) -> float:
         return float(kv_bytes(shape, counting.kv_tokens(shape, self.job.longest + new_tokens), kv_format))
+
+    def kv_buffers(self, rows: int, kv_format: str) -> KVBuffers:
+        """For micro-batches of `rows` sequences."""
+        most = max(self._kv_bytes(shape, kv_format, self.job.gen_len) for shape in self.model.layers)
+        prompts = max(self._kv_bytes(shape, kv_format, 0) for shape in self.model.layers)
+        return KVBuffers(BUFFERS * rows * prompts, BUFFERS * rows * most)
 
     def rows(self, decision: Decision) -> tuple[int, int]:
         """(rows of the first micro-batch, rows of the first block)."""
@@ -173,17 +194,14 @@ class ChainMemory:
         rows, block = self.rows(decision)
         homes: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
         buffers: dict[Tier, float] = {"device": 0.0, "host": 0.0}
+        needed = self.kv_buffers(rows, decision.kv_format)
         for (shape, units), layers in Counter(zip(self.model.layers, decision.kv, strict=True)).items():
             one = self._kv_bytes(shape, decision.kv_format, self.job.gen_len)
             for number, unit in enumerate(units):
                 homes[unit.home] += layers * max(0, min(rows, block - number * rows)) * one
-                if unit.home == "disk":
-                    buffers["host"] = max(buffers["host"], BUFFERS * rows * one)
-                if unit.home != "device" and unit.attends == "device":
-                    buffers["device"] = max(buffers["device"], BUFFERS * rows * one)
-        if any(unit.home != "device" for units in decision.kv for unit in units) and not buffers["device"]:
-            largest = max(self._kv_bytes(shape, decision.kv_format, 0) for shape in self.model.layers)
-            buffers["device"] = BUFFERS * rows * largest
+            for unit in set(units):
+                for tier, size in needed.of(unit).items():
+                    buffers[tier] = max(buffers[tier], size)
         return homes, buffers
 
 

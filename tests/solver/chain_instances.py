@@ -1,0 +1,171 @@
+"""Small jobs on machines with a device, made at random, and every plan of their domain, tried one by one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from lmoffload_solver.chain_domain import PRODUCTS, ChainDomain
+from lmoffload_solver.chain_predict import costs_of
+from lmoffload_solver.chain_prices import BatchPrices
+from lmoffload_solver.chain_schedule import Clock, lay_out
+from lmoffload_solver.chain_search import ChainFound, ChainSearch
+from lmoffload_solver.chain_terms import PLACES
+from lmoffload_solver.chain_work import ChainWork
+from lmoffload_solver.decision import Decision, Job
+from lmoffload_solver.device_costs import DeviceCosts
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
+from lmoffload_solver.runtime import own_runtime
+from lmoffload_solver.value import Quality, Tier
+from lmoffload_solver.workload import Limits, PromptGroup, Workload
+from tests.solver.device_toys import make_device_machine
+from tests.solver.toys import MIB
+
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
+
+
+def tiny_model(layers: int = 1, hidden: int = 256) -> ModelShape:
+    """One matrix of attention and one of the MLP a layer, a tied table."""
+    tensors = [TensorShape(name="embed", shape=(128, hidden), format="fp16", tensor_class="embedding", is_matrix=True)]
+    for i in range(layers):
+        tensors.append(
+            TensorShape(name=f"{i}.qkvo", shape=(4 * hidden, hidden), format="fp16", tensor_class="attention", layer=i, is_matrix=True)
+        )
+        tensors.append(TensorShape(name=f"{i}.mlp", shape=(8 * hidden, hidden), format="fp16", tensor_class="mlp", layer=i, is_matrix=True))
+    shape = LayerShape(num_heads=4, num_kv_heads=4, key_dim=hidden // 4, value_dim=hidden // 4)
+    return ModelShape(
+        name=f"tiny{layers}",
+        model_type="opt",
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        vocab_size=128,
+        layers=(shape,) * layers,
+        tensors=tuple(tensors),
+        tied_head=True,
+    )
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A job, a machine, what is granted."""
+
+    job: Job
+    machine: MachineProfile
+    limits: Limits
+    quality: Quality
+
+    def search(self, proof: float | None = 0.0) -> ChainSearch:
+        return ChainSearch(self.job, self.machine, self.machine.disks[0], self.limits, self.quality, float("inf"), proof=proof)
+
+    def solved(self) -> ChainFound | None:
+        return self.search().run()
+
+
+def random_instance(seed: int) -> Instance:
+    """From all on the device to most of it on disk; prompts of one length or of two; few cores or many. Every fifth may keep weights and
+    KV in other formats; it has one prompt, so that its plans stay few enough to try all."""
+    chance = random.Random(seed)
+    lossy = seed % 5 == 4
+    layers = 1 if lossy else chance.choice([1, 1, 1, 2])
+    lengths = chance.sample([16, 64, 200], 1 if lossy else chance.choice([1, 1, 2]))
+    groups = tuple(PromptGroup(length=n, count=1 if lossy else chance.choice([1, 2])) for n in lengths)
+    machine = make_device_machine(
+        int(chance.uniform(0.9, 2.6) * layers * MIB) + MIB,
+        int(chance.choice([1.3, 2, 3, 8]) * layers * MIB) + MIB,
+        link=chance.choice([2e8, 1e9, 5e9]),
+        disk=chance.choice([1e8, 1e9]),
+        host_attention=chance.choice([1e8, 1e9, 1e10]),
+        flops=chance.choice([1e10, 1e11]),
+        slowdown=chance.choice([1.0, 1.4, 2.0]),
+        cores=chance.choice([2, 4, 6, 16]),
+    )
+    if lossy or layers == 2 or chance.random() < 0.7:
+        (disk,) = machine.disks
+        machine = machine.model_copy(update={"disks": (disk.model_copy(update={"read": disk.read[:1]}),)})
+    limits = Limits(
+        micro_batch=chance.choice([1, 2]),
+        num_micro_batches=1 if layers == 2 or lossy else chance.choice([1, 1, 2]),
+        weights_memory_share=chance.choice([None, None, None, 0.6]),
+        threads=chance.choice([None, None, 3]),
+    )
+    return Instance(Job(tiny_model(layers), Workload(prompts=groups, gen_len=chance.choice([2, 4]))), machine, limits, chance.choice(["int8", "any"]) if lossy else "exact")
+
+
+def every_decision(domain: ChainDomain) -> Iterator[Decision]:
+    """Every plan of the domain that fits."""
+    model, memory = domain.model, domain.memory
+    names = [t.name for t in model.tensors if t.is_matrix]
+    assert len(names) == len(domain.placed), "all matrices are placed"
+    placements = [dict(zip(names, tiers, strict=True)) for tiers in itertools.product(TIERS, repeat=len(names))]
+    for (size, count), formats, kv_format, hidden, depth in itertools.product(
+        domain.pairs, domain.formats, domain.kv_formats, ("device", "host"), (0, 1, 2)
+    ):
+        ways = list(itertools.product(PRODUCTS, PRODUCTS)) if formats else [("widen", "widen")]
+        units = itertools.product(PLACES, repeat=count * model.num_layers)
+        for (prefill, decode), kv, threads in itertools.product(ways, units, domain.terms.assignments):
+            bare = Decision(
+                micro_batch=size,
+                num_micro_batches=count,
+                formats=dict(formats),
+                homes={},
+                kv_format=kv_format,
+                kv=tuple(kv[i * count : (i + 1) * count] for i in range(model.num_layers)),
+                hidden=hidden,
+                prefetch_depth=depth,
+                runtime=own_runtime(),
+                prefill_products=prefill,
+                decode_products=decode,
+                threads=threads,
+            )
+            if bare.host_attends and not depth:
+                continue
+            left = {tier: memory.capacity[tier] - sum(parts.values()) for tier, parts in memory.parts_beside_weights(bare).items()}
+            if min(left.values()) < 0:
+                continue
+            kv_on_disk = any(unit.home == "disk" for unit in kv)
+            for homes in placements:
+                if "disk_io" not in threads and (kv_on_disk or "disk" in homes.values()):
+                    continue
+                decision = replace(bare, homes=homes)
+                if _weights_fit(decision, domain, left):
+                    yield decision
+
+
+def _weights_fit(decision: Decision, domain: ChainDomain, left: dict[Tier, int]) -> bool:
+    homes = {"device": 0, "host": 0, "disk": 0}
+    rest: dict[int | None, dict[str, int]] = {}
+    for tensor in domain.placed:
+        size, home = decision.tensor_bytes(tensor), decision.homes[tensor.name]
+        homes[home] += size
+        of_layer = rest.setdefault(tensor.layer, {"device": 0, "host": 0, "disk": 0})
+        of_layer[home] += size
+    homes["device"] += decision.num_buffers * max(one["host"] + one["disk"] for one in rest.values())
+    homes["host"] += decision.num_buffers * max(one["disk"] for one in rest.values())
+    granted = homes["device"] + homes["host"] + domain.memory.vectors <= domain.memory.weights_capacity
+    return granted and all(homes[tier] <= left[tier] for tier in TIERS)
+
+
+def brute_force(instance: Instance, most: int = 10**9) -> tuple[float | None, int]:
+    """(seconds of the best plan that fits, None where none does; plans simulated): no bound taken, nothing computed once for several units.
+    Stops after `most` plans."""
+    job, best, number = instance.job, None, 0
+    known: dict[object, tuple[DeviceCosts, BatchPrices]] = {}
+    for decision in every_decision(instance.search().domain):
+        key = (tuple(decision.threads.items()), decision.num_micro_batches, decision.kv_format, decision.hidden)
+        if key not in known:
+            costs = costs_of(instance.machine, decision)
+            known[key] = (costs, BatchPrices(job, costs, decision.kv_format, decision.hidden))
+        work = ChainWork(job, known[key][0], decision, known[key][1])
+        seconds = 0.0
+        for block in job.blocks(decision.micro_batch, decision.num_micro_batches):
+            ends = [0.0, *lay_out(work.block(block), decision.runtime, decision.prefetch_depth, Clock().emit)]
+            seconds += block.count * sum(step.weight * (end - begin) for step, (begin, end) in zip(job.steps, pairwise(ends), strict=True))
+        best = seconds if best is None else min(best, seconds)
+        number += 1
+        if number >= most:
+            break
+    return best, number
