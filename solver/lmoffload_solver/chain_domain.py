@@ -221,23 +221,18 @@ class ChainDomain:
 
     def open(self, candidate: ChainCandidate) -> Iterator[ChainCandidate]:
         """Every depth, place of attention and assignment of threads for a candidate. Where the device alone attends, threads only read;
-        where all is on the device, nothing is read ahead."""
+        where everything may be on the device, no depth is better than another."""
         rooms = self.rooms(candidate)
         kv_bytes = self.kv_bytes(candidate)
         everything_home = self.terms.sizes(candidate.formats).total + kv_bytes <= rooms["device"]
         rates = [self.terms.read_rate(number) for number in range(len(self.terms.assignments))]
         quickest = max(range(len(rates)), key=lambda number: rates[number])
-        for depth in DEPTHS[:1] if everything_home else DEPTHS:
+        depths = DEPTHS[:1] if everything_home else DEPTHS
+        for depth in depths:
             yield replace(candidate, prefetch_depth=depth, attends=False, assignment=quickest)
-        if everything_home:
-            return
         shares = [self.terms.cores.share(threads, candidate.num_micro_batches).attention for threads in self.terms.assignments]
-        for depth in DEPTHS[:-1]:
-            for number, (rate, share) in enumerate(zip(rates, shares, strict=True)):
-                others = [(r, s) for other, (r, s) in enumerate(zip(rates, shares, strict=True)) if other != number and (r, s) != (rate, share)]
-                twins = [other for other in range(number) if (rates[other], shares[other]) == (rate, share)]
-                if not twins and not any(r >= rate and s >= share for r, s in others):
-                    yield replace(candidate, prefetch_depth=depth, attends=True, assignment=number)
+        for number in _undominated(list(zip(rates, shares, strict=True))):
+            yield from (replace(candidate, prefetch_depth=depth, attends=True, assignment=number) for depth in depths if depth)
 
     def threads(self, candidate: ChainCandidate) -> dict[TaskClass, int]:
         """Of each class of tasks."""
@@ -303,3 +298,11 @@ def grid(total: int, most: int) -> tuple[int, ...]:
     sizes = {factor << i for factor in (1, 3) for i in range(total.bit_length())}
     sizes |= {-(-total // parts) for parts in range(1, 5)}
     return tuple(sorted(size for size in sizes if size <= min(total, most)))
+
+
+def _undominated(pairs: list[tuple[float, float]]) -> Iterator[int]:
+    """Numbers of the pairs that no other exceeds or equals in both; of equal ones the first."""
+    for number, (first, second) in enumerate(pairs):
+        others = [pair for place, pair in enumerate(pairs) if pair != (first, second) or place < number]
+        if not any(a >= first and b >= second for a, b in others):
+            yield number
