@@ -21,9 +21,10 @@ from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.runtime import own_runtime
 from lmoffload_solver.value import Quality, Tier
+from lmoffload_solver.what_if import Change, changed
 from lmoffload_solver.workload import Limits, PromptGroup, Workload
 from tests.solver.device_toys import make_device_machine
-from tests.solver.toys import MIB
+from tests.solver.toys import MIB, make_model, make_work
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -169,3 +170,47 @@ def brute_force(instance: Instance, most: int = 10**9) -> tuple[float | None, in
         if number >= most:
             break
     return best, number
+
+
+def larger_instance(seed: int) -> Instance:
+    """Six layers that do not fit the device, and every second time not the host either."""
+    chance = random.Random(seed)
+    machine = make_device_machine(
+        int(chance.uniform(1.5, 6) * MIB),
+        int(chance.choice([32, chance.uniform(3, 6)]) * MIB),
+        link=chance.choice([2e8, 1e9, 5e9]),
+        disk=chance.choice([1e8, 5e8]),
+        host_attention=chance.choice([1e8, 1e9]),
+        flops=chance.choice([1e10, 1e11]),
+        slowdown=chance.choice([1.0, 1.4, 2.0]),
+    )
+    work = make_work(chance.choice([2, 8]), chance.choice([16, 64, 256]), 4)
+    limits = Limits(num_micro_batches=chance.choice([1, 2]))
+    return Instance(Job(make_model(6, 256, 512, stored="bf16"), work), machine, limits, "exact")
+
+
+CHANGES = ("device_memory", "host_memory", "weights_memory", "link", "disk", "device_bandwidth", "rates", "threads")
+
+
+def more_of(instance: Instance, change: str) -> Instance:
+    """The same with more of one thing."""
+    machine, limits = instance.machine, instance.limits
+    accelerator = machine.accelerator
+    assert accelerator is not None
+    if change == "device_bandwidth":
+        faster = accelerator.model_copy(update={"memory_bytes_per_s": 1.5 * accelerator.memory_bytes_per_s})
+        return replace(instance, machine=machine.model_copy(update={"accelerator": faster}))
+    if change == "threads":
+        return replace(instance, limits=limits.model_copy(update={"threads": None if limits.threads is None else limits.threads + 2}))
+    if change == "weights_memory":
+        share = limits.weights_memory_share
+        return replace(instance, limits=limits.model_copy(update={"weights_memory_share": None if share is None else share + 0.2}))
+    changes = {
+        "device_memory": Change(resource="device_memory", added_bytes=MIB // 3),
+        "host_memory": Change(resource="host_memory", added_bytes=MIB // 3),
+        "link": Change(resource="link", factor=1.3),
+        "disk": Change(resource="disk", factor=1.3),
+        "rates": Change(resource="cores", factor=1.3),
+    }
+    on, granted = changed(machine, limits, changes[change])
+    return replace(instance, machine=on, limits=granted)
