@@ -52,7 +52,7 @@ def closed_form_s(
     for row in range(steps.weight.shape[0]):
         work = steps.device[row] + packed[:, row]
         slack = (depth + 2) * largest if steps.early[row, 0] else np.zeros_like(largest)
-        bound = np.maximum(_two_resources_s(terms, steps, row, work, weights, kv, device, slack, hidden), _path_s(steps, row, work))
+        bound = np.maximum(_two_resources_s(terms, steps, row, work, weights, kv, device, slack, hidden), _path_s(steps, row, work, packed[:, row]))
         if read_rate:
             whole = np.minimum(steps.read[row, :, 3] / kv * read_rate, 1.0)
             bound = np.maximum(bound, (np.maximum(excess * whole, too_many) - slack) / read_rate)
@@ -60,10 +60,10 @@ def closed_form_s(
     return np.asarray(np.add.reduceat(total, terms.starts, axis=1))
 
 
-def _path_s(steps: StepTerms, row: int, work: Array) -> Array:
-    """A micro-batch's own way: all of it where there is one alone."""
+def _path_s(steps: StepTerms, row: int, work: Array, packed: Array) -> Array:
+    """A micro-batch's own way through device and host, with what dequantizing in the products saves it."""
     attend = np.minimum(steps.attend_device[row, :, 0], steps.attend_device[row, :, 2] + steps.attend_host[row, :, 2])
-    return np.asarray(np.maximum(work, (work + attend) / steps.num_batches[row]))
+    return np.asarray(np.maximum(work, (steps.device[row] + np.minimum(packed, 0.0) + attend) / steps.num_batches[row]))
 
 
 def _two_resources_s(

@@ -274,10 +274,13 @@ class ChainDomain:
         sizes = self.terms.sizes(candidate.formats)
         buffers = 2 * candidate.slots * self._largest(candidate.formats) + 2 * BUFFERS * kv_bytes / self.model.num_layers
         read_rate = self.terms.read_rate(candidate.assignment)
+        packed = self.terms.packed_of_pair(candidate.pair, candidate.formats, candidate.products)
+        in_products = [candidate.products[min(1, step.step)] == "dequantizing" for step in self.job.steps]
         return ChainChoices(
             sizes=sizes,
             steps=self.terms.of_pair(candidate.pair, candidate.kv_format, candidate.hidden == "host", candidate.assignment),
-            packed_s=self.terms.packed_of_pair(candidate.pair, candidate.formats, candidate.products),
+            packed_s=packed,
+            fused_s=np.where(np.resize(in_products, len(packed)), packed, 0.0),
             num_layers=self.model.num_layers,
             prefetch_depth=candidate.prefetch_depth,
             slots=candidate.slots,

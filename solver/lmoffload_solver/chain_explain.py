@@ -143,7 +143,7 @@ def _solved(search: ChainSearch, change: str, candidate: ChainCandidate) -> Alte
 
 def _cores(machine: MachineProfile, disk: Disk, decision: Decision, simulated: ChainSimulated) -> CoreChoice:
     graph = core_split.attention_graph(decision.num_micro_batches)
-    cores = HostCores.of(machine, disk)
+    cores = HostCores.of(machine, disk, decision.most_threads)
     work = core_split.work_of(machine, disk, decision, simulated)
     return CoreChoice(
         cores=cores.cores,

@@ -136,6 +136,7 @@ def decision_of(model: ModelShape, plan: Plan) -> Decision:
         prefill_products=ways.get(plan.kernels.prefill, "widen"),
         decode_products=ways.get(plan.kernels.decode, "widen"),
         threads=plan.threads if plan.runtime is None else {},
+        most_threads=plan.limits.threads,
     )
 
 

@@ -53,12 +53,14 @@ def costs_of(machine: MachineProfile, decision: Decision, file_system: str | Non
     disk = disk_of(machine, file_system)
     if not decision.threads:
         return DeviceCosts(machine, disk, decision.runtime)
-    share = HostCores.of(machine, disk).share(decision.threads, decision.num_micro_batches)
+    share = HostCores.of(machine, disk, decision.most_threads).share(decision.threads, decision.num_micro_batches)
     return DeviceCosts(machine, disk, decision.runtime, share)
 
 
 def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> ChainSimulated:
-    """Every different block's sampled steps one after another, each step weighted with what it stands for. `prices` as in `ChainWork`."""
+    """Every different block's sampled steps one after another, each step weighted with what it stands for. A step that stands for others
+    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them. `prices` as in
+    `ChainWork`."""
     work = ChainWork(job, costs, decision, prices)
     seconds = [0.0, 0.0]
     busy: tuple[dict[Resource, float], dict[Resource, float]] = ({}, {})
@@ -70,8 +72,10 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
         ends, tasks = [0.0, *ends], tasks + laid_out
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)
-            seconds[phase] += weight * (ends[place + 1] - ends[place])
-            for resource, amount in busy_of(units).items():
+            working = busy_of(units)
+            elapsed = ends[place + 1] - ends[place]
+            seconds[phase] += weight * (elapsed if step.weight <= 1 else max(elapsed, *working.values()))
+            for resource, amount in working.items():
                 busy[phase][resource] = busy[phase].get(resource, 0.0) + weight * amount
             widening[phase] += weight * sum(unit.dequantize for unit in units)
             if decision.kv_format in QUANTIZED:

@@ -38,6 +38,8 @@ class ChainChoices:
     steps: StepTerms
     packed_s: Array
     """Seconds that quantized weights add to the device's work, per step."""
+    fused_s: Array
+    """What of it is within the products, not before them."""
     num_layers: int
     prefetch_depth: int
     slots: int
@@ -206,10 +208,10 @@ class ChainProgram:
 
     def path(self) -> Rows:
         """path.e: T_e >= (device_e + Σ_p k[p]·(A_p,e + H_p,e)) / micro-batches: no micro-batch is on the device and on the host at
-        once, and the slowest is no quicker than the mean."""
+        once (but weights may be widened meanwhile), and the slowest is no quicker than the mean."""
         steps, one = self.choices.steps, 1 / self.choices.steps.num_batches
         attended = (steps.attend_device + steps.attend_host) * one[:, None]
-        return self._per_step("path", kv=attended, constant=(steps.device + self.choices.packed_s) * one)
+        return self._per_step("path", kv=attended, constant=(steps.device + self.choices.fused_s) * one)
 
     def serial(self) -> Rows:
         """serial.e, without prefetch where the device alone attends: a unit's weights go up when the unit before is computed, and are
@@ -249,10 +251,10 @@ class ChainProgram:
         for rows in self.families():
             for name, line, lower, upper in zip(rows.names, rows.matrix, rows.lower, rows.upper, strict=True):
                 left = pulp.lpSum(float(value) * variable for value, variable in zip(line, variables, strict=True) if value)
-                row = left == float(lower) if lower == upper else left >= float(lower) if upper == inf else left <= float(upper)
-                if upper != inf or lower != -inf:
-                    named[name] = row
-                    model.addConstraint(row, name)
+                if lower == -inf and upper == inf:
+                    continue
+                named[name] = left == float(lower) if lower == upper else left >= float(lower) if upper == inf else left <= float(upper)
+                model.addConstraint(named[name], name)
         return model, named
 
 

@@ -168,6 +168,7 @@ class ChainSearch:
             prefill_products=candidate.products[0],
             decode_products=candidate.products[1],
             threads=self.domain.threads(candidate),
+            most_threads=self.domain.limits.threads,
         )
 
     def rounded(self, candidate: ChainCandidate, program: ChainProgram, solution: ChainSolution) -> Iterator[tuple[float, Decision]]:

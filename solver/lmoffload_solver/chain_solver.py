@@ -6,6 +6,7 @@ import numpy as np
 
 from lmoffload_solver.chain_program import GB, TIERS, ChainProgram, ChainSolution
 from lmoffload_solver.chain_terms import Array
+from lmoffload_solver.program import _silent_stdout
 
 
 def solve_program(program: ChainProgram) -> ChainSolution | None:
@@ -23,11 +24,12 @@ def solve_program(program: ChainProgram) -> ChainSolution | None:
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     model.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(lines, minlength=len(matrix)))))
     model.a_matrix_.index_, model.a_matrix_.value_ = columns, matrix[lines, columns]
-    solver = highspy.Highs()
-    solver.silent()
-    solver.setOptionValue("presolve", "off")  # takes longer than so few rows
-    solver.passModel(model)
-    solver.run()
+    with _silent_stdout():
+        solver = highspy.Highs()
+        solver.silent()
+        solver.setOptionValue("presolve", "off")  # takes longer than so few rows
+        solver.passModel(model)
+        solver.run()
     if solver.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
     solution = solver.getSolution()

@@ -46,7 +46,7 @@ class StepTerms:
     weight: Array
     """Steps of the job that each stands for."""
     early: npt.NDArray[np.bool_]
-    """A longer step came before."""
+    """What is moved may have been moved ahead, while the step before computed: decode steps that stand for themselves alone."""
     num_batches: Array
     device: Array
     """Without attention, and over 16-bit weights at hand."""
@@ -183,7 +183,7 @@ class ChainTerms:
                 hidden["store"][row] += many * work.store_hidden
         base = sums["device"].min(axis=2)
         early = np.zeros(shape, dtype=bool)
-        early[1:2] = True
+        early[1:] = np.array([[step.weight <= 1] for step in self.job.steps[1:]], dtype=bool).reshape(-1, 1)
         names = tuple(f"{step.step}" for step in self.job.steps)
         return StepTerms(
             names,

@@ -86,7 +86,7 @@ def default_split(work: CoreWork, speedups: Mapping[TaskClass, Speedup], cores: 
 def work_of(machine: MachineProfile, disk: Disk, decision: Decision, simulated: ChainSimulated) -> CoreWork:
     """What the host's cores do in a job with a device: the interpreter that launches, attention with its dequantizing, requests to the
     disk; the seconds of one thread follow from those of the plan by its speed-ups."""
-    cores = HostCores.of(machine, disk)
+    cores = HostCores.of(machine, disk, decision.most_threads)
     busy = {name: simulated.prefill.busy.get(name, 0.0) + simulated.decode.busy.get(name, 0.0) for name in ("host_attention", "disk_read")}
     speedups = speedups_of(cores)
     launching = machine.overheads.layer_s * len(decision.kv) * decision.num_micro_batches
@@ -102,7 +102,7 @@ def work_of(machine: MachineProfile, disk: Disk, decision: Decision, simulated: 
 
 def split_of(machine: MachineProfile, disk: Disk, decision: Decision, simulated: ChainSimulated) -> CoreSplit:
     """How a plan shares the host's cores; another system's as its libraries do."""
-    cores = HostCores.of(machine, disk)
+    cores = HostCores.of(machine, disk, decision.most_threads)
     work, speedups = work_of(machine, disk, decision, simulated), speedups_of(cores)
     if not decision.threads:
         return default_split(work, speedups, cores.cores)

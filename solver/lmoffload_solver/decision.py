@@ -59,6 +59,8 @@ class Decision:
     decode_products: Products = "widen"
     threads: Mapping[TaskClass, int] = field(default_factory=dict)
     """Of each class of tasks on the host; empty: what the runtime's libraries take, at the profile's rates."""
+    most_threads: int | None = None
+    """What the user grants of the host's cores, which the threads share."""
 
     def products(self, step: int) -> Products:
         """How the products of a step take quantized weights."""

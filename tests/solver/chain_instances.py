@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lmoffload_solver.chain_domain import PRODUCTS, ChainDomain
-from lmoffload_solver.chain_predict import costs_of
+from lmoffload_solver.chain_predict import busy_of, costs_of
 from lmoffload_solver.chain_prices import BatchPrices
 from lmoffload_solver.chain_schedule import Clock, lay_out
 from lmoffload_solver.chain_search import ChainFound, ChainSearch
@@ -75,8 +75,8 @@ def random_instance(seed: int) -> Instance:
     lengths = chance.sample([16, 64, 200], 1 if lossy else chance.choice([1, 1, 2]))
     groups = tuple(PromptGroup(length=n, count=1 if lossy else chance.choice([1, 2])) for n in lengths)
     machine = make_device_machine(
-        int(chance.uniform(0.9, 2.6) * layers * MIB) + MIB,
-        int(chance.choice([1.3, 2, 3, 8]) * layers * MIB) + MIB,
+        int(chance.uniform(1.5, 3.6) * layers * MIB) + MIB,
+        int(chance.choice([1.7, 2.2, 4, 8]) * layers * MIB) + MIB,
         link=chance.choice([2e8, 1e9, 5e9]),
         disk=chance.choice([1e8, 1e9]),
         host_attention=chance.choice([1e8, 1e9, 1e10]),
@@ -90,7 +90,7 @@ def random_instance(seed: int) -> Instance:
     limits = Limits(
         micro_batch=chance.choice([1, 2]),
         num_micro_batches=1 if layers == 2 or lossy else chance.choice([1, 1, 2]),
-        weights_memory_share=chance.choice([None, None, None, 0.6]),
+        weights_memory_bytes=chance.choice([None, None, None, int(chance.uniform(1.8, 4) * layers * MIB)]),
         threads=chance.choice([None, None, 3]),
     )
     return Instance(Job(tiny_model(layers), Workload(prompts=groups, gen_len=chance.choice([2, 4]))), machine, limits, chance.choice(["int8", "any"]) if lossy else "exact")
@@ -121,6 +121,7 @@ def every_decision(domain: ChainDomain) -> Iterator[Decision]:
                 prefill_products=prefill,
                 decode_products=decode,
                 threads=threads,
+                most_threads=domain.limits.threads,
             )
             if bare.host_attends and not depth:
                 continue
@@ -163,8 +164,11 @@ def brute_force(instance: Instance, most: int = 10**9) -> tuple[float | None, in
         work = ChainWork(job, known[key][0], decision, known[key][1])
         seconds = 0.0
         for block in job.blocks(decision.micro_batch, decision.num_micro_batches):
-            ends = [0.0, *lay_out(work.block(block), decision.runtime, decision.prefetch_depth, Clock().emit)]
-            seconds += block.count * sum(step.weight * (end - begin) for step, (begin, end) in zip(job.steps, pairwise(ends), strict=True))
+            steps = work.block(block)
+            ends = [0.0, *lay_out(steps, decision.runtime, decision.prefetch_depth, Clock().emit)]
+            for step, units, (begin, end) in zip(job.steps, steps, pairwise(ends), strict=True):
+                least = max(busy_of(units).values()) if step.weight > 1 else 0.0
+                seconds += block.count * step.weight * max(end - begin, least)
         best = seconds if best is None else min(best, seconds)
         number += 1
         if number >= most:
@@ -177,7 +181,7 @@ def larger_instance(seed: int) -> Instance:
     chance = random.Random(seed)
     machine = make_device_machine(
         int(chance.uniform(1.5, 6) * MIB),
-        int(chance.choice([32, chance.uniform(3, 6)]) * MIB),
+        int(chance.choice([32, chance.uniform(2, 5), chance.uniform(2, 5)]) * MIB),
         link=chance.choice([2e8, 1e9, 5e9]),
         disk=chance.choice([1e8, 5e8]),
         host_attention=chance.choice([1e8, 1e9]),
@@ -185,7 +189,7 @@ def larger_instance(seed: int) -> Instance:
         slowdown=chance.choice([1.0, 1.4, 2.0]),
     )
     work = make_work(chance.choice([2, 8]), chance.choice([16, 64, 256]), 4)
-    limits = Limits(num_micro_batches=chance.choice([1, 2]))
+    limits = Limits(micro_batch=chance.choice([1, 2, 4]), num_micro_batches=chance.choice([1, 2]))
     return Instance(Job(make_model(6, 256, 512, stored="bf16"), work), machine, limits, "exact")
 
 
@@ -203,8 +207,8 @@ def more_of(instance: Instance, change: str) -> Instance:
     if change == "threads":
         return replace(instance, limits=limits.model_copy(update={"threads": None if limits.threads is None else limits.threads + 2}))
     if change == "weights_memory":
-        share = limits.weights_memory_share
-        return replace(instance, limits=limits.model_copy(update={"weights_memory_share": None if share is None else share + 0.2}))
+        granted = limits.weights_memory_bytes
+        return replace(instance, limits=limits.model_copy(update={"weights_memory_bytes": None if granted is None else granted + MIB // 2}))
     changes = {
         "device_memory": Change(resource="device_memory", added_bytes=MIB // 3),
         "host_memory": Change(resource="host_memory", added_bytes=MIB // 3),
