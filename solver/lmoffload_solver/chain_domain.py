@@ -230,7 +230,7 @@ class ChainDomain:
         depths = DEPTHS[:1] if everything_home else DEPTHS
         for depth in depths:
             yield replace(candidate, prefetch_depth=depth, attends=False, assignment=quickest)
-        shares = [self.terms.cores.share(threads, candidate.num_micro_batches).attention for threads in self.terms.assignments]
+        shares = self.terms.attention_shares(candidate.num_micro_batches)
         for number in _undominated(list(zip(rates, shares, strict=True))):
             yield from (replace(candidate, prefetch_depth=depth, attends=True, assignment=number) for depth in depths if depth)
 

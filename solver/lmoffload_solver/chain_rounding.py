@@ -35,11 +35,14 @@ GOLDEN = (sqrt(5) - 1) / 2
 class SpreadOrder:
     """The matrices of the layers and the head in an order of which every beginning is spread evenly over the layers."""
 
-    def __init__(self, groups: Sequence[Sequence[tuple[int, str]]], head_first: bool) -> None:
-        """`groups`: (bytes, name) of each layer's matrices, and last of the head."""
+    def __init__(self, groups: Sequence[Sequence[tuple[int, str]]], head_first: bool, first_whole: bool = False) -> None:
+        """`groups`: (bytes, name) of each layer's matrices, and last of the head. With `first_whole` all of the first layer comes first: it
+        is what a job waits for when it begins."""
         *layers, head = [sorted(group, reverse=True) for group in groups]
         places = [
-            (place, (number * GOLDEN) % 1, number, size, name) for number, group in enumerate(layers) for place, (size, name) in enumerate(group)
+            (0 if first_whole and not number else place + 1, (number * GOLDEN) % 1, number, size, name)
+            for number, group in enumerate(layers)
+            for place, (size, name) in enumerate(group)
         ]
         entries = [(number, size, name) for _, _, number, size, name in sorted(places)]
         entries[0 if head_first else len(entries) : 0] = [(len(layers), size, name) for size, name in head]
@@ -86,16 +89,21 @@ class WeightPlacer:
         """The head first, and last."""
         return SpreadOrder(self._groups, True), SpreadOrder(self._groups, False)
 
+    @cached_property
+    def first_whole_orders(self) -> tuple[SpreadOrder, ...]:
+        """The same with the whole first layer first."""
+        return SpreadOrder(self._groups, True, True), SpreadOrder(self._groups, False, True)
+
     def left_by_others(self, rooms: Rooms) -> Rooms:
         """What the matrices leave that are not placed here."""
         device, host = self.other_bytes["device"], self.other_bytes["host"]
         return Rooms(rooms.device - device, rooms.host - host, rooms.disk, rooms.weights - device - host)
 
-    def fill(self, rooms: Rooms, slots: int) -> Iterator[dict[str, Tier]]:
+    def fill(self, rooms: Rooms, slots: int, *, first_whole: bool = False) -> Iterator[dict[str, Tier]]:
         """Of each order the most on the device, then on the host, that fits with `slots` buffers of the largest layer's rest."""
         left = self.left_by_others(rooms)
         found: dict[tuple[str, ...], None] = {}
-        for order in self.orders:
+        for order in self.first_whole_orders if first_whole else self.orders:
             cuts = _cuts(order, left, slots)
             if cuts is None:
                 continue

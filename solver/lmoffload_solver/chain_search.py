@@ -107,8 +107,20 @@ class ChainSearch:
                 best = self._better(best, candidate, program, solution)
         else:
             self.bound_s = float("inf")
+        best = self._polished(best)
         if best is not None and self.bound_s >= best.simulated.total_s * (1 - SAME):
             self.bound_s = best.simulated.total_s
+        return best
+
+    def _polished(self, best: ChainFound | None) -> ChainFound | None:
+        """The best plan, or the same with the first layer whole on the device where that is quicker."""
+        if best is None:
+            return None
+        costs, prices = self.costs(best.candidate.assignment, best.candidate.num_micro_batches), self._prices(best.candidate)
+        for decision in self._placed(best.candidate, best.decision.kv, first_whole=True):
+            simulated = simulate_chain(self.job, costs, decision, prices)
+            if simulated.total_s < best.simulated.total_s * (1 - SAME):
+                best = ChainFound(decision, simulated, best.candidate)
         return best
 
     def _tolerance(self) -> float:
@@ -197,14 +209,17 @@ class ChainSearch:
         return [decision for decision in decisions if decision.host_attends == candidate.attends]
 
     def _near(self, candidate: ChainCandidate, solution: ChainSolution) -> Iterator[Decision]:
-        placer, capacity = self.domain.placer(candidate.formats), self.memory.capacity
         for kv in kv_placements(solution.kv, self.model.num_layers, candidate.num_micro_batches):
-            bare = self.decision(candidate, {}, kv)
-            parts = self.memory.parts_beside_weights(bare)
-            left = {tier: capacity[tier] - sum(named.values()) for tier, named in parts.items()}
+            yield from self._placed(candidate, kv)
+
+    def _placed(self, candidate: ChainCandidate, kv: tuple[tuple[KVUnit, ...], ...], *, first_whole: bool = False) -> Iterator[Decision]:
+        """Keys and values so placed, and as many weights as fit beside them."""
+        bare = self.decision(candidate, {}, kv)
+        left = {tier: self.memory.capacity[tier] - sum(named.values()) for tier, named in self.memory.parts_beside_weights(bare).items()}
+        if min(left.values()) >= 0:
             rooms = self.domain.weight_rooms(candidate, left)
-            if left["disk"] >= 0:
-                yield from (self.decision(candidate, homes, kv) for homes in placer.fill(rooms, bare.num_buffers))
+            placements = self.domain.placer(candidate.formats).fill(rooms, bare.num_buffers, first_whole=first_whole)
+            yield from (self.decision(candidate, homes, kv) for homes in placements)
 
     def _amounts(self, decision: Decision) -> tuple[float, ...]:
         """(bytes of layers and head on the host, on disk, shares of keys and values by place)."""

@@ -100,6 +100,7 @@ class ChainTerms:
         self.upload_rate = self.costs.link_rate("upload", True)
         self.contention = Contention.of(machine, "upload", "host_attention")
         self.steps, self.packed, self.sizes = cache(self._steps), cache(self._packed), cache(self._sizes)
+        self.of_pair, self.read_rate, self.attention_shares = cache(self._of_pair), cache(self._read_rate), cache(self._attention_shares)
 
     @cached_property
     def classes(self) -> dict[TensorClass, list[tuple[str, tuple[int, ...]]]]:
@@ -128,7 +129,11 @@ class ChainTerms:
         reading = next(iter(by_streams.values())).read_bytes_per_s
         return HostShare(np.array([by_streams[count].attention for count in self._most_streams]), reading)
 
-    def read_rate(self, assignment: int | None) -> float:
+    def _attention_shares(self, num_micro_batches: int) -> tuple[float, ...]:
+        """Rate of the host's attention over the profile's, under each assignment of threads."""
+        return tuple(float(self.cores.share(threads, num_micro_batches).attention) for threads in self.assignments)
+
+    def _read_rate(self, assignment: int | None) -> float:
         """Bytes per second of the disk under an assignment of threads; 0 where it has none."""
         return float(self.share(self._threads(assignment)).read_bytes_per_s or 0.0)
 
@@ -203,7 +208,7 @@ class ChainTerms:
             hidden["largest"],
         )
 
-    def of_pair(self, pair: tuple[int, int], kv_format: str, hidden_moves: bool, assignment: int) -> StepTerms:
+    def _of_pair(self, pair: tuple[int, int], kv_format: str, hidden_moves: bool, assignment: int) -> StepTerms:
         """The steps of one batch's blocks, one after another."""
         begin, end = self.places[pair]
         table = self.steps(kv_format, assignment)

@@ -72,16 +72,17 @@ class ChainMemory:
         self._attention = max(2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in self.model.layers)
         self._heads = max(s.num_heads for s in self.model.layers)
         self.widened = cache(self._widened_weights)
+        self.kv_token_bytes, self.kv_buffers = cache(self._kv_token_bytes), cache(self._kv_buffers)
         self.vectors = counting.vector_bytes(self.model) * DEVICE_ACTIVATION_BYTES // counting.ACTIVATION_BYTES
 
-    def kv_token_bytes(self, kv_format: str) -> float:
+    def _kv_token_bytes(self, kv_format: str) -> float:
         """Bytes of a sequence's keys and values over all layers when it is finished."""
         return sum(self._kv_bytes(shape, kv_format, self.job.gen_len) for shape in self.model.layers)
 
     def _kv_bytes(self, shape: LayerShape, kv_format: str, new_tokens: int) -> float:
         return float(kv_bytes(shape, counting.kv_tokens(shape, self.job.longest + new_tokens), kv_format))
 
-    def kv_buffers(self, rows: int, kv_format: str) -> KVBuffers:
+    def _kv_buffers(self, rows: int, kv_format: str) -> KVBuffers:
         """For micro-batches of `rows` sequences."""
         most = max(self._kv_bytes(shape, kv_format, self.job.gen_len) for shape in self.model.layers)
         prompts = max(self._kv_bytes(shape, kv_format, 0) for shape in self.model.layers)

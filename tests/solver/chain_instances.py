@@ -176,12 +176,12 @@ def brute_force(instance: Instance, most: int = 10**9) -> tuple[float | None, in
     return best, number
 
 
-def larger_instance(seed: int) -> Instance:
-    """Six layers that do not fit the device, and every second time not the host either."""
+def larger_instance(seed: int, *, free: bool = False) -> Instance:
+    """Six layers that do not fit the device, and most often not the host either; the batch fixed, or `free`."""
     chance = random.Random(seed)
     machine = make_device_machine(
         int(chance.uniform(1.5, 6) * MIB),
-        int(chance.choice([32, chance.uniform(2, 5), chance.uniform(2, 5)]) * MIB),
+        int(chance.choice([32, *(chance.uniform(2, 4.5) for _ in range(3))]) * MIB),
         link=chance.choice([2e8, 1e9, 5e9]),
         disk=chance.choice([1e8, 5e8]),
         host_attention=chance.choice([1e8, 1e9]),
@@ -189,7 +189,7 @@ def larger_instance(seed: int) -> Instance:
         slowdown=chance.choice([1.0, 1.4, 2.0]),
     )
     work = make_work(chance.choice([2, 8]), chance.choice([16, 64, 256]), 4)
-    limits = Limits(micro_batch=chance.choice([1, 2, 4]), num_micro_batches=chance.choice([1, 2]))
+    limits = Limits() if free else Limits(micro_batch=chance.choice([1, 2, 4]), num_micro_batches=chance.choice([1, 2]))
     return Instance(Job(make_model(6, 256, 512, stored="bf16"), work), machine, limits, "exact")
 
 
