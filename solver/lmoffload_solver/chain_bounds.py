@@ -52,7 +52,8 @@ def closed_form_s(
     for row in range(steps.weight.shape[0]):
         work = steps.device[row] + packed[:, row]
         slack = (depth + 2) * largest if steps.early[row, 0] else np.zeros_like(largest)
-        bound = np.maximum(_two_resources_s(terms, steps, row, work, weights, kv, device, slack, hidden), _path_s(steps, row, work, packed[:, row]))
+        by_two = _two_resources_s(terms, steps, row, work, weights, kv, device, slack, hidden)
+        bound = np.maximum(by_two, _path_s(steps, row, work, packed[:, row]))
         if read_rate:
             whole = np.minimum(steps.read[row, :, 3] / kv * read_rate, 1.0)
             bound = np.maximum(bound, (np.maximum(excess * whole, too_many) - slack) / read_rate)

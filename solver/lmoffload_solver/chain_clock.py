@@ -1,8 +1,8 @@
 """The quickest way to the times of a schedule with queues: what repeats from unit to unit is computed once.
 
-What a unit's tasks do depends on the unit, the one whose weights go up meanwhile, and on when resources, buffers and micro-batches are free,
-and on nothing else of the past. Where the same units meet the same times, the same follows, later by a constant. `chain_schedule.Queues` with
-a `Clock` is the reference.
+What a unit's tasks do depends on the unit, the one whose weights go up meanwhile, and on when resources, buffers and micro-batches are
+free, and on nothing else of the past. Where the same units meet the same times, the same follows, later by a constant.
+`chain_schedule.Queues` with a `Clock` is the reference.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class RepeatingQueues(Queues):
         """What came after times that came before, by identity: the same lists are met again and again, and all are kept."""
         self.kept: list[list[float]] = []
         self.num_laid_out = 0
-        works = [unit.batches[0] for _, _, unit in self.units]
-        longest = max(unit.upload + unit.dequantize + work.compute + work.after for (_, _, unit), work in zip(self.units, works, strict=True))
+        different = {id(unit): unit for _, _, unit in self.units}.values()
+        longest = max(unit.upload + unit.dequantize + unit.batches[0].compute + unit.batches[0].after for unit in different)
         self.fine = 1 / (FINE * longest) if longest else 1.0
 
     def run(self) -> list[float]:
@@ -84,8 +84,8 @@ class RepeatingQueues(Queues):
         return found, begin
 
     def times(self, number: int) -> list[float]:
-        """All that the tasks from a unit on may wait for: the units computed before, micro-batches computed and stored, resources, weights on
-        their way, hidden states and attention of each micro-batch."""
+        """All that the tasks from a unit on may wait for: the units computed before, micro-batches computed and stored, resources, weights
+        on their way, hidden states and attention of each micro-batch."""
         computed = [self.computed[n] if n >= 0 else NOTHING for n in (number - 1, number - 2)]
         coming = slice(number, number + self.depth)
         free = [self.clock.free.get(resource, 0.0) for resource in RESOURCES]

@@ -1,8 +1,8 @@
 """The discrete choices of a plan with a device, and the closed-form bounds of all of them.
 
-Batch: micro-batch 2^i, 3·2^i and the job cut into 1 to 4 equal parts, the same for the number of micro-batches up to 24. Formats: each class
-of matrices, keys and values as stored or in the smallest format that the quality class allows and the shape permits, since a smaller one
-costs the device the same and moves less. How products take quantized weights in each phase. Home of the hidden states; prefetch depth;
+Batch: micro-batch 2^i, 3·2^i and the job cut into 1 to 4 equal parts, the same for the number of micro-batches up to 24. Formats: each
+class of matrices, keys and values as stored or in the smallest format that the quality class allows and the shape permits, since a smaller
+one costs the device the same and moves less. How products take quantized weights in each phase. Home of the hidden states; prefetch depth;
 whether the host attends (not without reading ahead: then it would wait); threads of each class of tasks on the host. Limits fix a choice.
 """
 
@@ -26,7 +26,7 @@ from lmoffload_solver.decision import Job, Products
 from lmoffload_solver.device_memory import BUFFERS, ChainMemory
 from lmoffload_solver.formats import FORMATS, QUANTIZED, format_of
 from lmoffload_solver.machine import Disk, MachineProfile
-from lmoffload_solver.value import Quality, TaskClass, TensorClass, Tier
+from lmoffload_solver.value import Quality, TensorClass, Tier
 from lmoffload_solver.workload import Limits
 
 MOST_MICRO_BATCHES = 24
@@ -147,7 +147,8 @@ class ChainDomain:
         largest = sum(counting.tensor_bytes(t) for t in self.model.tensors) * (1 + (max(DEPTHS) + 2))
         kv = self.memory.kv_token_bytes(self.base_format) * float(self.block_rows.max())
         hidden = self.memory.hidden_bytes(float(self.block_rows.max()))
-        return largest + kv + hidden + self.memory.machine.base_bytes > min(self.memory.capacity["host"], self.memory.weights_capacity)
+        room = min(self.memory.capacity["host"], self.memory.weights_capacity)
+        return bool(largest + kv + hidden + self.memory.machine.base_bytes > room)
 
     def widened(self, formats: Formats, products: tuple[Products, Products]) -> int:
         """Elements of the 16-bit copy that widened weights take."""
@@ -185,7 +186,8 @@ class ChainDomain:
         for place in np.lexsort((sizes[variant], lossy[cell, variant], seconds)):
             formats, products, _ = variants[variant[place]]
             kv_format, hidden = cells[cell[place]]
-            candidate = ChainCandidate(*self.pairs[pair[place]], formats, kv_format, hidden, products)
+            size, count = self.pairs[pair[place]]
+            candidate = ChainCandidate(size, count, formats, kv_format, hidden, products)
             yield Bounded(float(seconds[place]), candidate)
 
     def _bounds(self, variants: list[Variant], kv_format: str, hidden: Tier) -> Array:
@@ -233,10 +235,6 @@ class ChainDomain:
         shares = self.terms.attention_shares(candidate.num_micro_batches)
         for number in _undominated(list(zip(rates, shares, strict=True))):
             yield from (replace(candidate, prefetch_depth=depth, attends=True, assignment=number) for depth in depths if depth)
-
-    def threads(self, candidate: ChainCandidate) -> dict[TaskClass, int]:
-        """Of each class of tasks."""
-        return self.terms.assignments[candidate.assignment]
 
     # Memory
 

@@ -109,7 +109,8 @@ def _alternatives(search: ChainSearch, decision: Decision) -> Iterator[Alternati
     if decision.runtime != own_runtime():
         yield _simulated(search, "the same policy, run by lmoffload", own)
     if candidate.formats or candidate.kv_format in QUANTIZED:
-        yield _solved(search, "16-bit weights and KV", replace(candidate, formats=(), kv_format=search.domain.base_format, products=("widen", "widen")))
+        stored = replace(candidate, formats=(), kv_format=search.domain.base_format, products=("widen", "widen"))
+        yield _solved(search, "16-bit weights and KV", stored)
     if candidate.micro_batch > 1:
         yield _solved(search, "half the micro-batch", replace(candidate, micro_batch=candidate.micro_batch // 2))
     if candidate.num_micro_batches > 1:

@@ -146,7 +146,8 @@ class ChainProgram:
         """buffer.device: Σ_c (1 − w[c, device])·B_c / L <= S over the classes of the layers, since the largest layer streams no less than
         the mean, and (1 − w[head, device])·B_head <= S; buffer.host: the same of w[c, disk] and G."""
         matrix = np.zeros((4, self.num_variables))
-        for row, (tiers, variable) in enumerate(((("host", "disk"), self.streamed), (("disk",), self.staged))):
+        buffers: tuple[tuple[tuple[Tier, ...], int], ...] = ((("host", "disk"), self.streamed), (("disk",), self.staged))
+        for row, (tiers, variable) in enumerate(buffers):
             matrix[2 * row] = self._bytes(*tiers, but_head=True) / self.choices.num_layers
             matrix[2 * row + 1] = self._bytes(*tiers) - self._bytes(*tiers, but_head=True)
             matrix[2 * row : 2 * row + 2, variable] = -1.0

@@ -1,8 +1,8 @@
 """From the program's fractions to whole tensors and whole (layer, micro-batch) units of KV, spread evenly over the layers.
 
-All matrices stand in one order whose every beginning is spread evenly over the layers: the first of them lie on the device, the next on the
-host, the rest on disk. More memory moves the two cuts on, so what lay on the device stays there. What rounding costs shows as the difference
-between the program's value and the simulated time.
+All matrices stand in one order whose every beginning is spread evenly over the layers: the first of them lie on the device, the next on
+the host, the rest on disk. More memory moves the two cuts on, so what lay on the device stays there. What rounding costs shows as the
+difference between the program's value and the simulated time.
 """
 
 from __future__ import annotations
@@ -102,13 +102,18 @@ class WeightPlacer:
     def fill(self, rooms: Rooms, slots: int, *, first_whole: bool = False) -> Iterator[dict[str, Tier]]:
         """Of each order the most on the device, then on the host, that fits with `slots` buffers of the largest layer's rest."""
         left = self.left_by_others(rooms)
-        found: dict[tuple[str, ...], None] = {}
+        found: dict[tuple[Tier, ...], None] = {}
         for order in self.first_whole_orders if first_whole else self.orders:
             cuts = _cuts(order, left, slots)
             if cuts is None:
                 continue
             on_device, on_host = cuts
-            tiers: tuple[Tier, ...] = ("device",) * on_device + ("host",) * (on_host - on_device) + ("disk",) * (len(order.names) - on_host)
+            counts: tuple[tuple[Tier, int], ...] = (
+                ("device", on_device),
+                ("host", on_host - on_device),
+                ("disk", len(order.names) - on_host),
+            )
+            tiers = [tier for tier, count in counts for _ in range(count)]
             homes = {**self.others, **dict(zip(order.names, tiers, strict=True))}
             key = tuple(homes[name] for name in self.orders[0].names)
             if key not in found:

@@ -29,8 +29,8 @@ from lmoffload_solver.workload import Limits
 EFFORT = 100.0
 """In programs solved: how much the search does for a proof without a gap."""
 PROOF = 0.005
-"""The share by which what is left may be quicker when as much effort again was taken; it grows as long as the search goes on. The plan's gap
-says what was proven."""
+"""The share by which what is left may be quicker when as much effort again was taken; it grows as long as the search goes on. The plan's
+gap says what was proven."""
 SAME = 1e-9
 """Relative difference of two times that is rounding of floating point."""
 TIED = 1e-6
@@ -63,9 +63,17 @@ class ChainSearch:
     """Best first over the domain."""
 
     def __init__(
-        self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, deadline: float, *, proof: float | None = None
+        self,
+        job: Job,
+        machine: MachineProfile,
+        disk: Disk,
+        limits: Limits,
+        quality: Quality,
+        deadline: float,
+        *,
+        proof: float | None = None,
     ) -> None:
-        """`proof`: the search ends when nothing left can be quicker by more than this share; unless given by effort, none and then `PROOF`."""
+        """`proof`: the search ends when nothing left can be quicker by more than this share; None: by `EFFORT` and `PROOF`."""
         self.job, self.machine, self.disk, self.deadline, self.proof = job, machine, disk, deadline, proof
         self.domain = ChainDomain(job, machine, disk, limits, quality)
         self.memory, self.model = self.domain.memory, job.model
@@ -133,7 +141,9 @@ class ChainSearch:
         self.effort += 1
         return solve_program(program)
 
-    def _better(self, best: ChainFound | None, candidate: ChainCandidate, program: ChainProgram, solution: ChainSolution) -> ChainFound | None:
+    def _better(
+        self, best: ChainFound | None, candidate: ChainCandidate, program: ChainProgram, solution: ChainSolution
+    ) -> ChainFound | None:
         """The better of the best so far and the candidate's best."""
         costs, prices = self.costs(candidate.assignment, candidate.num_micro_batches), self._prices(candidate)
         for bound, decision in self.rounded(candidate, program, solution):
@@ -166,7 +176,8 @@ class ChainSearch:
     # Whole plans
 
     def decision(self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...]) -> Decision:
-        """The decision of a candidate and its placement."""
+        """The decision of a candidate and its placement; what neither reads nor attends needs no threads for it."""
+        idle = not any(unit.home == "disk" or unit.host_attends for units in set(kv) for unit in units) and "disk" not in homes.values()
         return Decision(
             micro_batch=candidate.micro_batch,
             num_micro_batches=candidate.num_micro_batches,
@@ -179,7 +190,7 @@ class ChainSearch:
             runtime=self.domain.terms.costs.runtime,
             prefill_products=candidate.products[0],
             decode_products=candidate.products[1],
-            threads=self.domain.threads(candidate),
+            threads=self.domain.terms.assignments[0 if idle else candidate.assignment],
             most_threads=self.domain.limits.threads,
         )
 

@@ -25,7 +25,7 @@ def solve_program(program: ChainProgram) -> ChainSolution | None:
     model.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(lines, minlength=len(matrix)))))
     model.a_matrix_.index_, model.a_matrix_.value_ = columns, matrix[lines, columns]
     with _silent_stdout():
-        solver = highspy.Highs()
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
         solver.silent()
         solver.setOptionValue("presolve", "off")  # takes longer than so few rows
         solver.passModel(model)
@@ -61,14 +61,15 @@ def scaling_s(program: ChainProgram, solution: ChainSolution, resource: str) -> 
         rate = choices.read_bytes_per_s
         if not rate:
             return 0.0
-        return max(0.0, float(prices("disk_read") @ (staged / rate + steps.read @ kv - np.where(steps.early, choices.early_bytes / rate, 0.0))))
+        read = staged / rate + steps.read @ kv - np.where(steps.early, choices.early_bytes / rate, 0.0)
+        return max(0.0, float(prices("disk_read") @ read))
     rate, slow = choices.upload_bytes_per_s, choices.contention
     moved = staged + sum(sizes[c] * share["host"] for c, share in solution.weights.items())
     up = moved / rate + steps.upload @ kv + steps.load_hidden - np.where(steps.early, choices.early_bytes / rate, 0.0)
     outputs = steps.attend_upload @ kv
     beside, share = slow.compute * (1 - 1 / slow.read), slow.read * (1 - 1 / slow.compute)
     total = prices("upload") @ (up + beside * outputs) + prices("contended") @ (outputs + share * up)
-    total += (prices("host_attention") + prices("path") / steps.num_batches) @ outputs + prices("serial") @ np.full(len(names), moved / rate)
+    total += (prices("host_attention") + prices("path") / steps.num_batches) @ outputs + prices("serial").sum() * moved / rate
     return max(0.0, float(total))
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -213,7 +214,7 @@ class ChainTerms:
         begin, end = self.places[pair]
         table = self.steps(kv_format, assignment)
 
-        def cut(values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        def cut(values: Any) -> Any:
             part = values[:, begin:end]
             return np.ascontiguousarray(part.swapaxes(0, 1)).reshape(-1, *part.shape[2:])
 
@@ -228,4 +229,4 @@ class ChainTerms:
     ) -> Array:
         """`packed` of one batch, in the order of `of_pair`."""
         begin, end = self.places[pair]
-        return self.packed(formats, products)[:, begin:end].T.reshape(-1)
+        return np.asarray(self.packed(formats, products)[:, begin:end].T.reshape(-1))

@@ -45,7 +45,8 @@ class ChainWork:
     def _kinds(self, num_batches: int) -> tuple[list[tuple[int, Part, tuple[int, int], tuple[KVUnit, ...]]], list[int]]:
         """The different units of a step, each by the first like it, and for every unit the number of its kind."""
         first: dict[object, int] = {}
-        different, numbers = [], []
+        different: list[tuple[int, Part, tuple[int, int], tuple[KVUnit, ...]]] = []
+        numbers: list[int] = []
         for (layer, part), moved in self._moved_bytes.items():
             kv = self.decision.kv[layer][:num_batches]
             number = first.setdefault((self.job.kinds[layer], part, moved, kv), len(first))

@@ -1,7 +1,7 @@
 """Thread-level parallelism control, told: how a plan shares the host's cores among classes of tasks, beside what the libraries would do.
 
-Inter-op: the operator graph of the host's attention, cut into topological levels, says how many operators can run at once. Intra-op: measured
-curves say what a stream of some threads does (`host_cores`). The search chooses the assignment, since it changes the plan's times.
+Inter-op: the operator graph of the host's attention, cut into topological levels, says how many operators can run at once. Intra-op:
+measured curves say what a stream of some threads does (`host_cores`). The search chooses the assignment, since it changes the plan's times.
 """
 
 from __future__ import annotations

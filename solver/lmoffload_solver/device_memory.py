@@ -140,15 +140,12 @@ class ChainMemory:
         widened = self.widened_by(decision)
         transients = self.transients(*self.rows(decision), decision.hidden, decision.kv_format, widened, eager=eager)
         kv, buffers = self._kv(decision)
-        parts: dict[Tier, dict[str, int]] = {
-            "device": {**transients.device, "kv buffers": buffers["device"]},
-            "host": {**transients.host, "kv buffers": buffers["host"]},
-            "disk": {},
+        amounts: dict[Tier, dict[str, Amount]] = {
+            "device": {**transients.device, "kv buffers": buffers["device"], "kv": kv["device"]},
+            "host": {**transients.host, "kv buffers": buffers["host"], "kv": kv["host"]},
+            "disk": {"kv": kv["disk"]},
         }
-        for tier, named in parts.items():
-            named["kv"] = round(kv[tier])
-            parts[tier] = {name: round(amount) for name, amount in named.items()}
-        return parts
+        return {tier: {name: round(amount) for name, amount in named.items()} for tier, named in amounts.items()}
 
     def peaks(self, decision: Decision) -> dict[Tier, int]:
         """Bytes of each tier at the peak."""

@@ -73,7 +73,7 @@ class HostCores:
         measured: dict[int, float] = {}
         for curve in machine.attention:
             if curve.phase == "decode":
-                measured[curve.threads] = max(measured.get(curve.threads, 0.0), max(curve.rate.y))
+                measured[curve.threads] = max(measured.get(curve.threads, 0.0), *curve.rate.y)
         fewest = min(measured, default=1)
         attention = Speedup({n: rate / measured[fewest] for n, rate in measured.items()} if len(measured) > 1 else None)
         reading: dict[int, float] = {}

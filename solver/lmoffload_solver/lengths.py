@@ -19,6 +19,9 @@ Amount: TypeAlias = Any
 """A number, or an array of them: prices are taken of one micro-batch, or of every one of the domain at once."""
 
 
+Array: TypeAlias = npt.NDArray[np.float64]
+
+
 class Lengths:
     """Sequences [first, end) of a job, longest first, are a run; `first` and `end` may be arrays of runs."""
 
@@ -27,14 +30,14 @@ class Lengths:
         self.values = np.array([group.length for group in groups], dtype=np.float64)
         self._counts = np.array([group.count for group in groups], dtype=np.float64)
         self._bounds = np.concatenate(([0.0], np.cumsum(self._counts)))
-        self._running: dict[object, npt.NDArray[np.float64]] = {}
+        self._running: dict[object, Array] = {}
 
     @cached_property
     def are_equal(self) -> bool:
         """Whether all prompts are of one length."""
         return len(np.unique(self.values)) == 1
 
-    def mean(self, key: object, of_lengths: Callable[[npt.NDArray[np.float64]], npt.NDArray[np.float64]], first: Amount, end: Amount) -> Amount:
+    def mean(self, key: object, of_lengths: Callable[[Array], Array], first: Amount, end: Amount) -> Amount:
         """Mean of a function of the length over a run; `key` names the function."""
         if key not in self._running:
             values = np.asarray(of_lengths(self.values))

@@ -93,7 +93,9 @@ def random_instance(seed: int) -> Instance:
         weights_memory_bytes=chance.choice([None, None, None, int(chance.uniform(1.8, 4) * layers * MIB)]),
         threads=chance.choice([None, None, 3]),
     )
-    return Instance(Job(tiny_model(layers), Workload(prompts=groups, gen_len=chance.choice([2, 4]))), machine, limits, chance.choice(["int8", "any"]) if lossy else "exact")
+    work = Workload(prompts=groups, gen_len=chance.choice([2, 4]))
+    quality: Quality = chance.choice(["int8", "any"]) if lossy else "exact"
+    return Instance(Job(tiny_model(layers), work), machine, limits, quality)
 
 
 def every_decision(domain: ChainDomain) -> Iterator[Decision]:

@@ -136,8 +136,8 @@ def test_the_program_is_that_of_pulp() -> None:
 
 
 def test_prices_against_one_per_cent_more() -> None:
-    """Prices times 1 % of a resource are what the program gains, the discrete choices fixed: within 2 % of the gain, on 50 instances of each
-    resource whose gain is linear that far."""
+    """Prices times 1 % of a resource are what the program gains, the discrete choices fixed: within 2 % of the gain, on 50 instances of
+    each resource whose gain is linear that far."""
     checked: Counter[str] = Counter()
     for seed in range(1500):
         instance = larger_instance(seed)
@@ -161,7 +161,9 @@ def test_prices_against_one_per_cent_more() -> None:
     assert all(checked[name] >= 50 for name in ("device", "host", "upload", "disk_read")), checked
 
 
-def assert_price(checked: Counter[str], instance: Instance, candidate: ChainCandidate, resource: str, seconds: float, by_price: float) -> None:
+def assert_price(
+    checked: Counter[str], instance: Instance, candidate: ChainCandidate, resource: str, seconds: float, by_price: float
+) -> None:
     """`by_price` is the gain of 1 % more of a resource."""
     if checked[resource] >= 50:
         return

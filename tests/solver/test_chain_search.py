@@ -127,7 +127,8 @@ def test_weights_memory_is_kept() -> None:
 
 
 def test_threads_granted_are_not_exceeded_and_cost_what_they_cost() -> None:
-    model, machine = make_model(6, 256, 512, stored="bf16"), make_device_machine(5 * MIB // 2, 16 * MIB, link=5e7, host_attention=2e10, cores=16)
+    model = make_model(6, 256, 512, stored="bf16")
+    machine = make_device_machine(5 * MIB // 2, 16 * MIB, link=5e7, host_attention=2e10, cores=16)
     work = make_work(8, 256, 8)
     rates = []
     for threads in (3, 4, 8, None):
@@ -176,7 +177,8 @@ def test_blocks_are_timed_by_their_own_prompts() -> None:
 def test_even_residency_beats_contiguous_or_ties(seed: int) -> None:
     """The same number of layers on the device, spread or the first ones, everything else equal."""
     chance = random.Random(seed)
-    model, machine = make_model(24, 128, 256, stored="bf16"), make_device_machine(64 * MIB, link=chance.choice([1e8, 1e9]), flops=chance.choice([1e9, 1e10]))
+    model = make_model(24, 128, 256, stored="bf16")
+    machine = make_device_machine(64 * MIB, link=chance.choice([1e8, 1e9]), flops=chance.choice([1e9, 1e10]))
     job = Job(model, make_work(4, 32, 6))
     search = ChainSearch(job, machine, machine.disks[0], Limits(), "exact", float("inf"))
     candidate = ChainCandidate(2, 2, (), "bf16", "device", prefetch_depth=chance.choice([1, 2]))
