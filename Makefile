@@ -12,7 +12,7 @@ demo: .venv/.installed
 	$(VENV_PYTHON) -m lmoffload demo
 
 test: .venv/.installed-dev
-	$(VENV_PYTHON) -m pytest -q
+	$(VENV_PYTHON) -m pytest -q -n 2 --dist loadfile
 
 check: .venv/.installed-dev
 	.venv/bin/ruff check .

@@ -14,15 +14,21 @@ from functools import partial
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported: see docs/kernels.md
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from lmoffload.kernels.attention import decode_attention, prefill_attention
+from lmoffload.executor.kv_cache import LayerCache
+from lmoffload.kernels.attention import prefill_attention
+from lmoffload.kernels.decode_attention import decode_attention
 from lmoffload.kernels.linear import kernels_for, linear
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.kernels.pool import Pool
-from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
+from lmoffload_solver import counting
+from lmoffload_solver.formats import FORMATS, KV_FORMATS, QUANTIZED, stored_bytes
+from lmoffload_solver.model import LayerShape
+from lmoffload_solver.plan import KVFormat
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
@@ -63,18 +69,10 @@ def linear_table(options: argparse.Namespace, pool: Pool) -> Table:
 
 
 def attention_table(pool: Pool) -> Table:
-    table = Table("attention", "shape", "rate", title="Attention, fp32")
+    table = Table("attention", "shape", *KV_FORMATS, title="Attention: decode in GB/s of stored keys and values (billions of numbers/s)")
     for rows, heads, kv_heads, dim, length in CONTEXTS:
-        layers = max(2, (256 << 20) // (8 * rows * kv_heads * length * dim))
-        size = kv_heads * length * dim
-        starts, full = torch.arange(rows) * size, torch.full((rows,), length)
-        keys, values = (torch.randn(layers, rows * size) for _ in range(2))
-        q = torch.randn(rows, heads, dim)
-        options = {"num_kv_heads": kv_heads, "scaling": dim**-0.5, "pool": pool}
-        calls = [partial(decode_attention, q, keys[i], values[i], starts, starts, full, full, **options) for i in range(layers)]
-        seconds = best_seconds(calls)
-        what = f"{rows} rows, {heads}/{kv_heads} heads of {dim}, {length} keys"
-        table.add_row("decode", what, f"{8e-9 * rows * size / seconds:.1f} GB/s")
+        cells = [decode_cell(pool, kind, rows, heads, kv_heads, dim, length) for kind in KV_FORMATS]
+        table.add_row("decode", f"{rows} rows, {heads}/{kv_heads} heads of {dim}, {length} keys", *cells)
     for count, length, window, softcap in PROMPTS:
         q, k, v = torch.randn(count * length, 32, 64), torch.randn(count * length, 4, 64), torch.randn(count * length, 4, 64)
         segments = [(i * length, (i + 1) * length) for i in range(count)]
@@ -82,6 +80,39 @@ def attention_table(pool: Pool) -> Table:
         pairs = sum(min(i + 1, window or length) for i in range(length))
         what = f"{count} x {length} tokens, 32/4 heads of 64" + (f", window {window}" if window else "") + (", softcap" if softcap else "")
         table.add_row("prefill", what, f"{4e-9 * count * 32 * 64 * pairs / seconds:.0f} GFLOP/s")
+    return table
+
+
+def decode_cell(pool: Pool, kind: str, rows: int, heads: int, kv_heads: int, dim: int, length: int) -> str:
+    """Layers' caches lie one after another in memory and are read in turn, as in a decode step."""
+    layer = LayerShape(num_heads=heads, num_kv_heads=kv_heads, key_dim=dim, value_dim=dim)
+    formats = KVFormat(key=kind, value=kind)
+    size = rows * counting.decode_attention_bytes(layer, length, kind, kind)
+    caches = [LayerCache.allocate(layer, [length] * rows, formats) for _ in range(max(2, (256 << 20) // size))]
+    for cache in caches:
+        for memory in (cache.keys.data, cache.values.data):
+            memory.random_(48, 60)  # normal numbers in every format
+    q, every, lengths = torch.randn(rows, heads, dim), np.arange(rows), np.full(rows, length)
+    options = {"scaling": dim**-0.5, "pool": pool}
+    seconds = best_seconds([partial(decode_attention, q, cache.keys, cache.values, every, lengths, **options) for cache in caches])
+    return f"{1e-9 * size / seconds:.1f} ({2e-9 * rows * kv_heads * dim * length / seconds:.1f})"
+
+
+def store_table(pool: Pool) -> Table:
+    """Storing a prompt, and one token of every row."""
+    table = Table("store", *KV_FORMATS, title="Storing keys and values, millions of numbers/s")
+    layer = LayerShape(num_heads=32, num_kv_heads=4, key_dim=64, value_dim=64)
+    for name, rows, tokens in (("a prompt of 1024", 1, 1024), ("a token of 32 rows", 32, 1)):
+        cells = []
+        for kind in KV_FORMATS:
+            cache = LayerCache.allocate(layer, [1024 + 64] * rows, KVFormat(key=kind, value=kind))
+            key, value, places = torch.randn(max(rows, tokens), 4, 64), torch.randn(max(rows, tokens), 4, 64), np.full(rows, 1000)
+            if rows == 1:
+                store = partial(cache.store_prompt, 0, 0, key, value, pool)
+            else:
+                store = partial(cache.store_tokens, np.arange(rows), places, key, value)
+            cells.append(f"{1e-6 * 2 * key.numel() / best_seconds([store]):.0f}")
+        table.add_row(name, *cells)
     return table
 
 
@@ -103,6 +134,7 @@ def main() -> None:
     with Pool(options.threads) as pool:
         console.print(f"{options.threads} threads, {torch.backends.cpu.get_cpu_capability()}, hand-off {hand_off_us(pool):.0f} us")
         console.print(attention_table(pool))
+        console.print(store_table(pool))
         console.print(linear_table(options, pool))
 
 

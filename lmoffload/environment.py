@@ -7,13 +7,11 @@ OpenMP library is loaded with torch.
 from __future__ import annotations
 
 import ctypes
-import gc
 import io
 import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -79,10 +77,3 @@ def prepare_allocator() -> None:
     mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
     mallopt(_M_TRIM_THRESHOLD, 16 * 2**20)
     mallopt(_M_ARENA_MAX, 2)
-
-
-def release_freed_memory() -> None:
-    """Give back to the system what this process has freed: a profile made before a run in the same process must not count as the run's."""
-    gc.collect()
-    with suppress(AttributeError, OSError, TypeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "opt", "gpt_neox")
+EXPERT_FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe")
 VOCAB_SIZE = 128
 HIDDEN_SIZE = 64
 WINDOW = 6
@@ -25,6 +26,8 @@ _COMMON: Mapping[str, Any] = {
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
 
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "llama": _GROUPED,
     "qwen2": {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
@@ -32,6 +35,14 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "mistral": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 16},
     "gemma2": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32},
     "gemma3": {**_GROUPED, "sliding_window": WINDOW, "head_dim": 32, "query_pre_attn_scalar": 32},
+    "mixtral": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+    "qwen3_moe": {**_GROUPED, **_EXPERTS, "head_dim": 32, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    "qwen2_moe": {
+        **_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "use_sliding_window": True,
+        "sliding_window": WINDOW, "max_window_layers": 3,
+    },
+    "olmoe": {**_GROUPED, "num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 8.0},
+    "granitemoe": {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.3, "residual_multiplier": 0.5},
     "phi3": {**_GROUPED, "original_max_position_embeddings": 256},
     "opt": {**_COMMON, "ffn_dim": 96, "init_std": 0.5, "dropout": 0.0},
     "gpt_neox": {**_COMMON, "intermediate_size": 96, "hidden_dropout": 0.0},
@@ -45,7 +56,7 @@ def tiny_model(
     """A tiny random transformers model for causal language modelling, in evaluation mode.
 
     Args:
-        family: one of FAMILIES.
+        family: one of FAMILIES or EXPERT_FAMILIES.
         dtype: "fp32", "bf16" or "fp16".
         tied: whether head and embedding are one; None: as the family has it.
         eos_token_id: None: no token ends a sequence.
@@ -64,6 +75,11 @@ def tiny_model(
         "phi3": ("Phi3Config", "Phi3ForCausalLM"),
         "opt": ("OPTConfig", "OPTForCausalLM"),
         "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+        "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+        "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+        "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+        "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+        "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     }
     config_class, model_class = (getattr(transformers, name) for name in classes[family])
     fields = {**_FIELDS[family], "num_hidden_layers": num_layers, "eos_token_id": eos_token_id, **changes}
@@ -117,19 +133,23 @@ _GGUF_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
 
 
 def tiny_gguf(
     family: str, path: Path, kind: str = "F32", num_layers: int = 4, tied: bool | None = None, seed: int = 0,
-    metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None, **changes: Any,
+    metadata: Mapping[str, Any] | None = None, tensors: Mapping[str, Any] | None = None, kinds: Mapping[str, str] | None = None,
+    **changes: Any,
 ) -> Path:  # fmt: skip
     """Write a tiny random model as llama.cpp's converter would, without a tokenizer.
 
     Args:
         family: one of GGUF_FAMILIES.
-        kind: GGUF type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or another that `gguf.quants` can write.
+        kind: GGUF type of the matrices: "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1" or another that `gguf.quants` can write; K-quants,
+            which it cannot, hold random weights.
+        kinds: other types of some matrices, by the part of a GGUF name that is not the layer's ("ffn_down").
         metadata: further metadata: a string or a positive whole number for each key.
         tensors: further fp32 tensors, by GGUF name.
 
@@ -145,7 +165,7 @@ def tiny_gguf(
     model = tiny_model(family, num_layers, tied=tied, seed=seed, **changes)
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family.replace("_", ""))
     writer.add_name(f"tiny {family}")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(num_layers)
@@ -156,17 +176,23 @@ def tiny_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         writer.add_key_length(head_dim)
+    if family == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if family == "llama":
         writer.add_rope_dimension_count(head_dim)
     for key, value in (metadata or {}).items():
         writer.add_string(key, value) if isinstance(value, str) else writer.add_uint32(key, value)
-    for name, parameter in model.named_parameters():
-        data = parameter.detach().numpy()
+    for name, parameter in _gguf_parameters(model):
+        data = parameter
         if family == "llama" and (".q_proj." in name or ".k_proj." in name):
-            data = _llama_cpp_permute(data, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
-        _add_tensor(writer, _gguf_name(name), data, kind if data.ndim == 2 else "F32")
+            data = _llama_cpp_permute(parameter, config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads)
+        gguf_name = _gguf_name(name)
+        chosen = (kinds or {}).get(gguf_name.split(".")[-2], kind)
+        _add_tensor(writer, gguf_name, data, chosen if data.ndim > 1 else "F32")
     for name, data in (tensors or {}).items():
         writer.add_tensor(name, data)
     writer.write_header_to_file()
@@ -174,6 +200,18 @@ def tiny_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _gguf_parameters(model: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values; experts' gate and up apart, as llama.cpp keeps them."""
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().numpy()
+        if name.endswith(".experts.gate_up_proj"):
+            stem, half = name.removesuffix("gate_up_proj"), data.shape[1] // 2
+            yield f"{stem}gate_proj.weight", data[:, :half].copy()
+            yield f"{stem}up_proj.weight", data[:, half:].copy()
+        else:
+            yield (f"{name}.weight" if name.endswith(".experts.down_proj") else name), data
 
 
 def _gguf_name(name: str) -> str:
@@ -193,4 +231,21 @@ def _add_tensor(writer: Any, name: str, data: Any, kind: str) -> None:
     import gguf
 
     tensor_type = gguf.GGMLQuantizationType[kind]
+    if kind.endswith("_K"):
+        writer.add_tensor(name, _random_k_blocks(data.shape, kind.lower(), seed=len(writer.tensors[0])), raw_dtype=tensor_type)
+        return
     writer.add_tensor(name, gguf.quants.quantize(data, tensor_type), raw_dtype=tensor_type)
+
+
+def _random_k_blocks(shape: Sequence[int], format_name: str, seed: int) -> Any:
+    """uint8 [rows, row bytes]: random blocks whose weights are of about the size that answers clearly."""
+    import numpy as np
+
+    from lmoffload.profiler.weights import SCALE_PLACES
+    from lmoffload_solver.formats import FORMATS
+
+    random, fmt, (places, size) = np.random.default_rng(seed), FORMATS[format_name], SCALE_PLACES[format_name]
+    blocks = random.integers(0, 256, (shape[0] * shape[1] // fmt.block_elements, fmt.block_bytes), np.uint8)
+    for place in places:
+        blocks[:, place : place + 2] = (size * random.uniform(3, 9, (len(blocks), 1))).astype(np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)

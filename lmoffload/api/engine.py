@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lmoffload.api.machine import Machine
 from lmoffload.api.planning import ModelPlan, check_fits
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.environment import prepare_threads
+from lmoffload.errors import StatedError
 
 if TYPE_CHECKING:
+    from lmoffload.checkpoint import StoreProgress
     from lmoffload.executor import Completion, Progress
     from lmoffload.jobs.job import Job
     from lmoffload.jobs.results import Result
     from lmoffload.jobs.text import Text
     from lmoffload_solver.report import RunReport
+    from lmoffload_solver.workload import Workload
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Raw text, or the messages of a conversation for the model's chat template."""
@@ -28,13 +33,23 @@ class Engine:
         model_plan: from `lmoffload.plan`.
         text: the model's tokenizer where it is loaded already.
         tell: takes remarks; they go to standard error by default.
+        on_store: called while weights are quantized that the plan keeps in another format than the checkpoint, after every tensor.
+        keep_spans: keep what `trace` tells.
 
     Raises:
         UsageError: the plan is for a shape without weights.
         StatedError: the plan does not hold on this checkpoint.
     """
 
-    def __init__(self, model_plan: ModelPlan, *, text: Text | None = None, tell: Tell = tell_on_stderr) -> None:
+    def __init__(
+        self,
+        model_plan: ModelPlan,
+        *,
+        text: Text | None = None,
+        tell: Tell = tell_on_stderr,
+        on_store: Callable[[StoreProgress], None] = lambda progress: None,
+        keep_spans: bool = False,
+    ) -> None:
         checkpoint = model_plan.model.require_checkpoint()
         self._remarks = prepare_threads()
         for remark in self._remarks:
@@ -46,7 +61,12 @@ class Engine:
         self.text = text or Text(checkpoint)
         self._model_plan = model_plan
         self._engine = executor.Engine(
-            checkpoint, self.plan, decode=self.text.decode, tokenizer_eos=self.text.end_token_id
+            checkpoint,
+            self.plan,
+            decode=self.text.decode,
+            tokenizer_eos=self.text.end_token_id,
+            on_store=on_store,
+            keep_spans=keep_spans,
         )
 
     def generate(
@@ -105,8 +125,29 @@ class Engine:
 
     def report(self) -> RunReport:
         """What has been run so far, predicted and measured."""
+        from lmoffload_solver.report import phase_figures
+
         report = self._engine.report()
-        return report.model_copy(update={"remarks": tuple(dict.fromkeys((*report.remarks, *self._remarks)))})
+        known: dict[str, object] = {"remarks": tuple(dict.fromkeys((*report.remarks, *self._remarks)))}
+        if report.performed is not None:
+            known["performed"] = performed = report.performed.model_copy(update={"file_system": self._file_system()})
+            with suppress(StatedError):  # a format that the profile does not know
+                known["phases"] = phase_figures(performed, self._model_plan.machine)
+        return report.model_copy(update=known)
+
+    def trace(self, workload: Workload) -> dict[str, Any]:
+        """The timelines of the first block of the work that was run, predicted and measured, as a document of Chrome's trace format."""
+        from lmoffload.report.trace import trace_document
+        from lmoffload_solver.timeline import PlanCosts, block_timeline
+
+        made = self._model_plan
+        plan = made.plan.model_copy(update={"workload": workload})
+        costs = PlanCosts(made.model.shape, made.machine, plan, file_system=self._file_system())
+        return trace_document(self._engine.units, block_timeline(costs), self._engine.meter.spans)
+
+    def _file_system(self) -> str | None:
+        """The mount point of the disk that is read, where the profile knows it."""
+        return Machine(self._model_plan.machine, is_here=True).disk_for(self._model_plan.model.path)
 
     def close(self) -> None:
         """End every thread and give the memory back; the engine cannot be used afterwards."""

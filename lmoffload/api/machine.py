@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.documents import check_place
-from lmoffload.environment import prepare_threads
+from lmoffload.profiler.apart import measure_disk_apart, profile_apart
 from lmoffload.profiler.limits import disk_of
 from lmoffload.profiler.store import default_profile_path, load_profile, save_profile
 from lmoffload_solver.machine import MachineProfile
@@ -53,14 +53,10 @@ def profile(
     Raises:
         StatedError: nothing can be measured or written there.
     """
-    from lmoffload.profiler import profile as measure
-
     place = Path(out) if out is not None else default_profile_path()
     if place.parent.is_dir():
         check_place(place, "profile")
-    for remark in prepare_threads():
-        tell(remark)
-    measured = measure(quick=quick, disk_path=Path(disk or "."), on_progress=on_progress)
+    measured = profile_apart(quick=quick, disk_path=Path(disk or "."), on_progress=on_progress, on_remark=tell)
     save_profile(measured, place)
     return measured
 
@@ -98,9 +94,7 @@ def machine_of(
 
 def _with_disk(known: MachineProfile, path: Path, tell: Tell) -> MachineProfile:
     """The profile with the disk that holds `path` added, and kept."""
-    from lmoffload.profiler.disk import measure_disk
-
     tell(f"The disk that holds {path} is not in this machine's profile yet: measuring it, which takes up to 20 seconds.")
-    extended = known.model_copy(update={"disks": (*known.disks, measure_disk(path, quick=True))})
+    extended = known.model_copy(update={"disks": (*known.disks, measure_disk_apart(path))})
     save_profile(extended, default_profile_path())
     return extended

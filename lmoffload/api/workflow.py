@@ -22,7 +22,7 @@ from lmoffload.report.progress import ProgressBar, RunProgress
 from lmoffload.report.run import run_line, run_tables
 from lmoffload.report.tables import show
 from lmoffload_solver.plan import Named
-from lmoffload_solver.value import Value
+from lmoffload_solver.value import Quality, Value
 from lmoffload_solver.workload import Limits
 
 if TYPE_CHECKING:
@@ -40,9 +40,11 @@ class RunOptions:
 
     plan_file: Path | None = None
     machine: str | None = None
+    quality: Quality = "exact"
     output: Path | None = None
     restart: bool = False
     report_file: Path | None = None
+    trace_file: Path | None = None
 
 
 def plan_work(
@@ -110,7 +112,7 @@ def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: Pr
     text = Text(checkpoint)
     job = work.job(text, model.shape)
     if planned is None and job.requests:
-        planned = solve_for(model, machine, job.workload, limits)
+        planned = solve_for(model, machine, Asked(quality=options.quality).of(job.workload), limits)
         _tell_in_short(planned.plan.remarks, tell)
     return _complete(work, options, planned, job, text, bar, tell)
 
@@ -130,8 +132,8 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
 
     work.check()
     work.require_prompts()
-    if options.plan_file is not None and limits != Limits():
-        raise UsageError("The plan fixes memory, threads and batches: give either --plan or limits.")
+    if options.plan_file is not None and (limits != Limits() or options.quality != "exact"):
+        raise UsageError("The plan fixes memory, threads, batches and quality: give either --plan or these.")
     if work.prompt is not None and options.output is not None:
         raise UsageError("The completion of -p goes to standard output; --output belongs to --input and synthetic prompts.")
     if options.restart and options.output is None:
@@ -140,8 +142,11 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
         check_output(options.output, options.restart)
     if options.report_file is not None:
         check_place(options.report_file, "report")
+    if options.trace_file is not None:
+        check_place(options.trace_file, "trace")
     require_distinct(
-        [("--output", options.output), ("--report", options.report_file)], [("--input", work.input_file), ("--plan", options.plan_file)]
+        [("--output", options.output), ("--report", options.report_file), ("--trace", options.trace_file)],
+        [("--input", work.input_file), ("--plan", options.plan_file)],
     )
 
 
@@ -168,14 +173,14 @@ def _complete(
             for line in job.bad_lines:
                 keep(Result.of_bad_line(line))
         else:
-            _tell_end(work, _run(planned, job, text, keep, bar, tell, options.report_file))
+            _tell_end(work, _run(planned, job, text, keep, bar, tell, options))
     if failed:
         tell(f"{failed} of {len(job.requests) + len(job.bad_lines)} lines failed; their results say why.")
     return not failed
 
 
 def _run(
-    planned: ModelPlan, job: Job, text: Text, keep: Callable[[Result], None], bar: ProgressBar, tell: Tell, report_file: Path | None
+    planned: ModelPlan, job: Job, text: Text, keep: Callable[[Result], None], bar: ProgressBar, tell: Tell, options: RunOptions
 ) -> RunReport:
     from lmoffload.api.engine import Engine
 
@@ -189,11 +194,13 @@ def _run(
         )  # fmt: skip
 
     bar.say("loading the weights")
-    with Engine(planned, text=text, tell=tell) as engine:
+    with Engine(planned, text=text, tell=tell, on_store=bar.show_store(), keep_spans=options.trace_file is not None) as engine:
         engine.run(job, keep, show_step)
         report = engine.report()
-    if report_file is not None:
-        write_document(report, report_file, "report")
+        if options.trace_file is not None:
+            write_whole(options.trace_file, json.dumps(engine.trace(job.workload)) + "\n", "trace")
+    if options.report_file is not None:
+        write_document(report, options.report_file, "report")
     return report
 
 

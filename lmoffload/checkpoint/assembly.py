@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 from typing import Any
 
 from lmoffload.checkpoint.families import Family
 from lmoffload.checkpoint.geometry import family_of
-from lmoffload.checkpoint.shape import is_tied, model_shape
+from lmoffload.checkpoint.shape import is_tied, model_shape, stored_parts
 from lmoffload.checkpoint.source import STORED_FORMATS, TensorSource
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import FORMATS
@@ -39,7 +41,7 @@ def assemble(name: str, config: Mapping[str, Any], stored: Mapping[str, TensorSo
         StatedError: a tensor is missing, of another shape, of an unsupported type, or consumed by nothing.
     """
     family = family_of(config, config_what)
-    named = _parameter_names(family, config, stored, config_what)
+    named = _parameter_names(family, config, stored, what, config_what)
     remarks: list[str] = []
     tied = is_tied(family, config, config_what)
     if tied:
@@ -53,20 +55,43 @@ def assemble(name: str, config: Mapping[str, Any], stored: Mapping[str, TensorSo
 
 
 def _parameter_names(
-    family: Family, config: Mapping[str, Any], stored: Mapping[str, TensorSource], config_what: str
+    family: Family, config: Mapping[str, Any], stored: Mapping[str, TensorSource], what: str, config_what: str
 ) -> dict[str, TensorSource]:
-    """Stored names made the parameter names of transformers: older names, and base models saved without their prefix."""
-    wanted = model_shape("", config, lambda *_: "fp32", config_what, tied=False).by_name
+    """Stored names made the parameter names of transformers: older names, base models saved without their prefix, and experts that are
+    stored one by one, as transformers' `conversion_mapping.py` has them."""
+    shapes = model_shape("", config, lambda *_: "fp32", config_what, tied=False).by_name
+    parts = stored_parts(config, config_what)
+    wanted = {*shapes, *chain.from_iterable(parts.values())}
     named: dict[str, TensorSource] = {}
     for name, source in stored.items():
         parameter = name
         for old, new in family.renames:
-            if parameter.startswith(old):
-                parameter = new + parameter.removeprefix(old)
+            parameter = re.sub(old, new, parameter)
         if parameter not in wanted and family.prefix + parameter in wanted and family.prefix + parameter not in stored:
             parameter = family.prefix + parameter
         named[name if parameter in named else parameter] = source
+    for name, stored_names in parts.items():
+        _join(name, shapes[name].shape, stored_names, named, what)
     return named
+
+
+def _join(name: str, shape: tuple[int, ...], parts: Sequence[str], named: dict[str, TensorSource], what: str) -> None:
+    """Replace the parts of a parameter by the parameter, where all of them are there and fit."""
+    found = [named[part] for part in parts if part in named]
+    part_shape = (prod(shape[:-1]) // len(parts), shape[-1])
+    if name in named or not found:
+        return
+    for part in parts:
+        if part not in named:
+            raise StatedError(f"The {what} lacks the tensor {part} (incomplete download?).")
+        if (named[part].shape, named[part].format) != (part_shape, found[0].format):
+            raise StatedError(
+                f"The {what} stores {part} as {named[part].format} with shape {list(named[part].shape)}, where its configuration and "
+                f"the other experts ask for {found[0].format} with {list(part_shape)}."
+            )
+    for part in parts:
+        del named[part]
+    named[name] = TensorSource.joined(found, shape)
 
 
 def _resolve_tied(family: Family, named: dict[str, TensorSource], remarks: list[str]) -> bool:

@@ -16,8 +16,7 @@ from lmoffload.checkpoint.generation import generation_remarks
 from lmoffload.checkpoint.gguf_file import read_gguf
 from lmoffload.checkpoint.hub import find_model, name_of
 from lmoffload.checkpoint.huggingface import read_folder
-from lmoffload.checkpoint.source import TensorSource
-from lmoffload_solver.errors import StatedError
+from lmoffload.checkpoint.source import TensorSource, read_bytes
 from lmoffload_solver.model import ModelShape
 
 
@@ -55,13 +54,7 @@ class Checkpoint:
             StatedError: the file cannot be read or has become shorter.
         """
         source = self.sources[name]
-        try:
-            data = np.fromfile(source.file, np.uint8, source.num_bytes, offset=source.offset_bytes)
-        except OSError as error:
-            raise StatedError(f"The weight file {source.file} cannot be read: {error.strerror or error}.") from error
-        if data.size != source.num_bytes:
-            raise StatedError(f"The weight file {source.file} ends within the tensor {name}: it has changed since it was opened.")
-        return data
+        return read_bytes(source, name, 0, source.num_bytes)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

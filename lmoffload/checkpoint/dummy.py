@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import log2, prod, sqrt
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +16,7 @@ from lmoffload.checkpoint.dummy_tokenizer import BOS_ID, EOS_ID, PAD_ID, write_t
 from lmoffload.checkpoint.families import FAMILIES
 from lmoffload.checkpoint.huggingface import INDEX_FILE, SINGLE_FILE
 from lmoffload.checkpoint.names import NAMED_FORMAT, named_config
-from lmoffload.checkpoint.shape import model_shape
+from lmoffload.checkpoint.shape import model_shape, stored_parts
 from lmoffload_solver.counting import tensor_bytes, weights_bytes
 from lmoffload_solver.errors import StatedError, UsageError
 from lmoffload_solver.model import ModelShape, TensorShape
@@ -61,7 +61,7 @@ def make_dummy(shape_name: str, directory: str | Path, layers: int | None = None
     folder = Path(directory)
     try:
         _prepare(folder, weights_bytes(shape))
-        _write_weights(folder, shape, np.random.Generator(np.random.SFC64(seed)))
+        _write_weights(folder, shape, stored_parts(config, f"shape {shape_name}"), np.random.Generator(np.random.SFC64(seed)))
         write_tokenizer(folder, shape.vocab_size)
         ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
         _write_json(folder / "generation_config.json", ids)
@@ -85,8 +85,8 @@ def _write_json(path: Path, document: object) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_weights(folder: Path, shape: ModelShape, random: np.random.Generator) -> None:
-    shards = list(_shards(shape.tensors))
+def _write_weights(folder: Path, shape: ModelShape, parts: Mapping[str, Sequence[str]], random: np.random.Generator) -> None:
+    shards = list(_shards([stored for tensor in shape.tensors for stored in _as_stored(tensor, parts.get(tensor.name, ()))]))
     if len(shards) == 1:
         _write_shard(folder / SINGLE_FILE, shape, shards[0], random)
         return
@@ -96,6 +96,14 @@ def _write_weights(folder: Path, shape: ModelShape, random: np.random.Generator)
         _write_shard(folder / file_name, shape, tensors, random)
         weight_map |= {tensor.name: file_name for tensor in tensors}
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": weights_bytes(shape)}, "weight_map": weight_map})
+
+
+def _as_stored(tensor: TensorShape, parts: Sequence[str]) -> list[TensorShape]:
+    """A parameter as checkpoints keep it: experts one by one."""
+    if not parts:
+        return [tensor]
+    rows = prod(tensor.shape[:-1]) // len(parts)
+    return [tensor.model_copy(update={"name": name, "shape": (rows, tensor.shape[-1])}) for name in parts]
 
 
 def _shards(tensors: Sequence[TensorShape]) -> Iterator[list[TensorShape]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lmoffload.checkpoint.source import TensorSource
+from lmoffload.checkpoint.source import TensorSource, read_bytes
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import format_of
 from lmoffload_solver.model import TensorShape
@@ -80,21 +80,3 @@ def source_digest(source: TensorSource, name: str) -> str:
     for at in range(0, source.num_bytes, size):
         digest.update(read_bytes(source, name, at, min(size, source.num_bytes - at)).data)
     return digest.hexdigest()
-
-
-def read_bytes(source: TensorSource, name: str, at: int, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Some bytes of a tensor.
-
-    Raises:
-        StatedError: the file cannot be read or has become shorter.
-    """
-    try:
-        data = np.fromfile(source.file, np.uint8, num_bytes, offset=source.offset_bytes + at)
-    except OSError as error:
-        raise StatedError(f"The weight file {source.file} cannot be read: {error.strerror or error}.") from error
-    if data.size != num_bytes:
-        raise StatedError(
-            f"The weight file {source.file} ends within the tensor {name}: {data.size} bytes at {source.offset_bytes + at} "
-            f"where {num_bytes} are expected."
-        )
-    return data

@@ -21,7 +21,15 @@ class Geometry:
     sizes: Mapping[str, int]
     flags: frozenset[str]
     layers: tuple[LayerShape, ...]
+    sparse: tuple[bool, ...]
+    """Of each layer, whether its MLP is a choice of experts."""
+    experts_per_token: int
+    """Of a sparse layer; 0 where there is none."""
     max_positions: int
+
+    def flags_of(self, layer: int | None) -> frozenset[str]:
+        """Flags of a layer, or of what lies around the layers."""
+        return self.flags if layer is None else self.flags | {"sparse" if self.sparse[layer] else "dense"}
 
 
 class ConfigReader:
@@ -116,16 +124,46 @@ def geometry_of(family: Family, config: Mapping[str, Any], what: str, *, tied: b
         "word": word,
         # OPTLearnedPositionalEmbedding keeps two rows for padding before position 0.
         "learned_positions": max_positions + 2,
+        "one": 1,
     }
+    sparse = sparse_layers(read, num_layers)
+    per_token = 0
+    if any(sparse):
+        sizes |= _expert_sizes(read, intermediate)
+        per_token = read.size("num_experts_per_tok")
+        if per_token > sizes["experts"]:
+            raise read.error(f"num_experts_per_tok is {per_token}, and there are {sizes['experts']} experts")
     layers = tuple(
         LayerShape(num_heads=num_heads, num_kv_heads=num_kv_heads, key_dim=head, value_dim=head, window=window)
         for window in windows_of(read, num_layers)
     )
-    return Geometry(sizes, _flags(read, tied=tied, projected=word != hidden), layers, max_positions)
+    return Geometry(sizes, _flags(read, tied=tied, projected=word != hidden), layers, sparse, per_token, max_positions)
+
+
+def sparse_layers(read: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    """Which layers have experts: where the family has any, all but `mlp_only_layers`, or of those every `decoder_sparse_step`-th."""
+    defaults = read.family.defaults
+    if "num_experts_per_tok" not in defaults:
+        return (False,) * num_layers
+    step = read.size("decoder_sparse_step") if "decoder_sparse_step" in defaults else 1
+    dense = read.value("mlp_only_layers") or []
+    if not isinstance(dense, (list, tuple)) or not all(isinstance(layer, int) for layer in dense):
+        raise read.error("mlp_only_layers must be a list of layers")
+    return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+
+
+def _expert_sizes(read: ConfigReader, intermediate: int) -> dict[str, int]:
+    names = ("num_local_experts", "num_experts")  # transformers takes either, and saves one family's under the other's name
+    given = [name for name in names if name in read.config] or [name for name in names if name in read.family.defaults]
+    expert = read.size("moe_intermediate_size") if "moe_intermediate_size" in read.family.defaults else intermediate
+    sizes = {"experts": read.size(given[0]), "expert": expert, "expert_gate_up": 2 * expert}
+    if "shared_expert_intermediate_size" in read.family.defaults:
+        sizes["shared"] = read.size("shared_expert_intermediate_size")
+    return sizes
 
 
 def _flags(read: ConfigReader, *, tied: bool, projected: bool) -> frozenset[str]:
-    names = ("attention_bias", "mlp_bias", "enable_bias", "layer_norm_elementwise_affine")
+    names = ("attention_bias", "qkv_bias", "mlp_bias", "enable_bias", "layer_norm_elementwise_affine")
     flags = {name for name in names if name in read.family.defaults and read.flag(name)}
     if "do_layer_norm_before" in read.family.defaults and read.flag("do_layer_norm_before") and not read.flag("_remove_final_layer_norm"):
         flags.add("final_norm")
@@ -143,11 +181,10 @@ def windows_of(read: ConfigReader, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     if read.config.get("use_bidirectional_attention"):
         raise read.error("use_bidirectional_attention is set, and only causal models run")
-    window = None if read.value("sliding_window") is None else read.size("sliding_window")
+    unused = "use_sliding_window" in family.defaults and not read.flag("use_sliding_window")
+    window = None if unused or read.value("sliding_window") is None else read.size("sliding_window")
     if family.windows == "all_layers":
         return (window,) * num_layers
-    if "use_sliding_window" in family.defaults and not read.flag("use_sliding_window"):
-        window = None
     types = read.config.get("layer_types")
     if types is None:
         types = _default_layer_types(read, num_layers, window)
@@ -166,6 +203,8 @@ def _default_layer_types(read: ConfigReader, num_layers: int, window: int | None
         first = num_layers if window is None else read.value("max_window_layers")
         if not isinstance(first, int) or isinstance(first, bool):
             raise read.error(f"max_window_layers must be a whole number, not {first!r:.40}")
-        return ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+        even = read.family.windows == "even_layers" and window is not None
+        windowed = [layer < first and layer % 2 == 0 if even else layer >= first for layer in range(num_layers)]
+        return ["sliding_attention" if there else "full_attention" for there in windowed]
     pattern = read.size("sliding_window_pattern") if "sliding_window_pattern" in read.family.defaults else 2
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lmoffload.checkpoint.source import TensorSource
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import FORMATS
 
 Scalar = str | int | float | bool
 Metadata = Mapping[str, Scalar | list[Scalar]]
@@ -189,5 +190,5 @@ def _format_and_bytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: 
         raise cursor.invalid(f"tensor {name!r:.80} of shape {list(shape)} is not a whole number of {tensor_type.name} blocks")
     format_name = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}.get(tensor_type.name)
     if format_name is None:
-        format_name = tensor_type.name.lower() if tensor_type.name in ("Q8_0", "Q4_0", "Q4_1") else tensor_type.name
+        format_name = tensor_type.name.lower() if tensor_type.name.lower() in FORMATS else tensor_type.name
     return format_name, prod(shape) // block_elements * block_bytes

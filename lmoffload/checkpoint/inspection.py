@@ -6,7 +6,7 @@ from math import prod
 from typing import Literal
 
 from lmoffload.checkpoint.checkpoint import Checkpoint
-from lmoffload_solver.counting import class_bytes, kv_bytes_per_token, tensor_bytes, weights_bytes
+from lmoffload_solver.counting import class_bytes, experts_met, kv_bytes_per_token, tensor_bytes, weights_bytes
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.value import TensorClass, Value
 
@@ -22,8 +22,17 @@ class Inspection(Value):
     num_layers: int
     num_parameters: int
     """Every stored parameter once: a tied head is not counted again."""
+    active_parameters: int
+    """Those that one token meets: of a layer's experts, the chosen ones."""
     hidden_size: int
     intermediate_size: int
+    num_experts: int
+    """Of a layer that has any; 0 where none has."""
+    experts_per_token: int
+    expert_size: int
+    """Intermediate size of one expert."""
+    sparse_layers: int
+    """Layers with experts."""
     vocab_size: int
     max_positions: int | None
     num_heads: int
@@ -49,6 +58,7 @@ def inspect(model: Checkpoint | ModelShape) -> Inspection:
     format_bytes: dict[str, int] = {}
     for tensor in shape.tensors:
         format_bytes[tensor.format] = format_bytes.get(tensor.format, 0) + tensor_bytes(tensor)
+    experts = [tensor for tensor in shape.tensors if tensor.tensor_class == "experts"]
     first = shape.layers[0]
     return Inspection(
         name=shape.name,
@@ -56,8 +66,13 @@ def inspect(model: Checkpoint | ModelShape) -> Inspection:
         digest=model.fingerprint if isinstance(model, Checkpoint) else None,
         num_layers=shape.num_layers,
         num_parameters=sum(prod(tensor.shape) for tensor in shape.tensors),
+        active_parameters=sum(prod(t.shape) * experts_met(shape, t) // t.num_experts for t in shape.tensors),
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
+        num_experts=max((t.num_experts for t in experts), default=0),
+        experts_per_token=shape.experts_per_token,
+        expert_size=shape.expert_size,
+        sparse_layers=len({t.layer for t in experts}),
         vocab_size=shape.vocab_size,
         max_positions=shape.max_positions,
         num_heads=first.num_heads,

@@ -45,6 +45,7 @@ def model_shape(
                 layer=layer,
                 is_matrix=template.is_matrix,
                 is_table=template.is_table,
+                num_runs=len(template.parts) * geometry.sizes["experts"] if template.parts else 1,
             )
         )
     return ModelShape(
@@ -54,6 +55,8 @@ def model_shape(
         intermediate_size=geometry.sizes["intermediate"],
         vocab_size=geometry.sizes["vocab"],
         max_positions=geometry.max_positions,
+        experts_per_token=geometry.experts_per_token,
+        expert_size=geometry.sizes.get("expert", 0),
         layers=geometry.layers,
         tensors=tuple(tensors),
         tied_head=tied,
@@ -62,13 +65,31 @@ def model_shape(
 
 def _templates(family: Family, geometry: Geometry) -> list[tuple[Template, int | None]]:
     """Every parameter of the model with its layer, in the order of computation."""
-
-    def wanted(templates: tuple[Template, ...]) -> list[Template]:
-        return [template for template in templates if geometry.flags.issuperset(template.when)]
-
-    in_layer = wanted(family.layer)
-    return [
-        *((template, None) for template in wanted(family.before)),
-        *((template, layer) for layer in range(len(geometry.layers)) for template in in_layer),
-        *((template, None) for template in wanted(family.after)),
+    places: list[tuple[tuple[Template, ...], int | None]] = [
+        (family.before, None),
+        *((family.layer, layer) for layer in range(len(geometry.layers))),
+        (family.after, None),
     ]
+    return [
+        (template, layer)
+        for templates, layer in places
+        for template in templates
+        if geometry.flags_of(layer).issuperset(template.when)
+    ]
+
+
+def stored_parts(config: Mapping[str, Any], what: str) -> dict[str, tuple[str, ...]]:
+    """Of every parameter that checkpoints keep in several tensors, those tensors' names, in the order of its rows.
+
+    Raises:
+        StatedError: as `model_shape`.
+    """
+    family = family_of(config, what)
+    geometry = geometry_of(family, config, what, tied=False)
+    return {
+        template.name.format(layer=layer): tuple(
+            part.format(layer=layer, expert=expert) for expert in range(geometry.sizes["experts"]) for part in template.parts
+        )
+        for template, layer in _templates(family, geometry)
+        if template.parts
+    }

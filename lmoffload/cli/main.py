@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lmoffload.cli.calibrate import calibrate
 from lmoffload.cli.demo import demo
 from lmoffload.cli.explain import explain
 from lmoffload.cli.inspect import inspect
@@ -34,6 +35,7 @@ def build_app() -> typer.Typer:
     app.command("explain")(explain)
     app.command("what-if")(what_if)
     app.command("run")(run)
+    app.command("calibrate")(calibrate)
     app.command("make-dummy")(make_dummy)
     app.command("demo")(demo)
     return app

@@ -20,6 +20,7 @@ from lmoffload.cli.options import (
     NumMicroBatches,
     NumPrompts,
     PromptLen,
+    Quality,
     Threads,
     WeightsMemory,
 )
@@ -29,12 +30,19 @@ def run(
     model: Model,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="A plan made before; by default one is made now.")] = None,
     machine: Machine = None,
+    quality: Quality = "exact",
     output: Annotated[
         Path | None,
         typer.Option("--output", metavar="FILE", help="Write the results here, as JSON lines, instead of to standard output."),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Replace the output file if there is one.")] = False,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the prediction and the measurement here.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="Write the first block's timelines here, predicted and measured; Perfetto opens it."
+        ),
+    ] = None,
     prompt: Annotated[
         str | None,
         typer.Option("-p", "--prompt", metavar="TEXT", help="One prompt: its completion is all that is printed.", rich_help_panel=WORK),
@@ -77,6 +85,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Complete prompts with a model, by the best plan for them."""
+    from lmoffload.api.asking import asked_of
     from lmoffload.api.limits import limits_of
     from lmoffload.api.work import Work
     from lmoffload.api.workflow import RunOptions, run_work
@@ -93,7 +102,10 @@ def run(
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
     )
-    options = RunOptions(plan_file=plan, machine=machine, output=output, restart=restart, report_file=report)
+    options = RunOptions(
+        plan_file=plan, machine=machine, quality=asked_of(quality=quality).quality, output=output, restart=restart,
+        report_file=report, trace_file=trace,
+    )  # fmt: skip
     with ProgressBar() as bar:
         all_done = run_work(model, work, limits, options, bar)
     raise typer.Exit(0 if all_done else 1)

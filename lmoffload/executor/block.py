@@ -6,17 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lmoffload.executor.meter import Meter
-from lmoffload.executor.micro_batch import MicroBatch, Row
+from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.reader import DiskReader, Reading
+from lmoffload.executor.row import Row
+from lmoffload.executor.spill import Writing
+from lmoffload.executor.staged_kv import StagedKV
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.linear import KERNELS
 from lmoffload.modeling.runtime import Runtime
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import Plan, kernel_for
 from lmoffload_solver.schedule import Task, Unit, block_tasks
 
 
@@ -32,6 +36,7 @@ class BlockRunner:
         weights: WeightStore,
         reader: DiskReader,
         meter: Meter,
+        kv_folder: Path,
     ) -> None:
         self._model = model
         self._units = units
@@ -40,6 +45,7 @@ class BlockRunner:
         self._weights = weights
         self._reader = reader
         self._meter = meter
+        self._kv_folder = kv_folder
 
     def run(
         self,
@@ -53,64 +59,96 @@ class BlockRunner:
 
         No gradient is recorded; the context is entered around each resumption, outside the greenlets, whose torch state is this thread's.
         """
-        walk = _Walk(self, batches)
-        began = time.perf_counter()
-        try:
-            for batch in batches:
-                batch.allocate()
-            finished: list[Row] = []
-            step_begin = began
-            for task in block_tasks(self._units, num_steps, len(batches), self._plan.prefetch_depth):
-                if task.kind == "read_weights":
-                    walk.read(task)
-                    continue
-                with torch.no_grad():
-                    walk.compute(task)
-                batch = batches[task.micro_batch or 0]
-                if batch.logits is not None:
-                    finished += batch.take_tokens(stop_ids, decode)
-                    self._meter.tokens += batch.tokens_taken
-                    self._meter.decode_tokens += batch.tokens_taken if task.step else 0
-                if task.unit == len(self._units) - 1 and task.micro_batch == len(batches) - 1:
-                    now = time.perf_counter()
-                    self._meter.step(task.step, now - step_begin, full)
-                    step_begin = now
-                    self._meter.prompts += len(finished)
-                    yield task.step, finished
-                    full = full and not finished
-                    finished = []
-                    if all(batch.done for batch in batches):
-                        return
-        finally:
-            self._reader.discard()
-            walk.close()
-            for batch in batches:
-                batch.abandon()
-                batch.release()
+        with StagedKV(batches, self._units, self._kv_folder, self._reader) as staged:
+            walk = _Walk(self, batches, staged)
+            try:
+                for batch in batches:
+                    batch.allocate()
+                tasks = block_tasks(self._units, num_steps, len(batches), self._plan.prefetch_depth, staged.spilled)
+                yield from self._steps(walk, tasks, batches, full, stop_ids, decode)
+            finally:
+                self._reader.discard()
+                walk.close()
+                for batch in batches:
+                    batch.abandon()
+                    batch.release()
+
+    def _steps(
+        self,
+        walk: _Walk,
+        tasks: Iterator[Task],
+        batches: Sequence[MicroBatch],
+        full: bool,
+        stop_ids: frozenset[int],
+        decode: Callable[[Sequence[int]], str] | None,
+    ) -> Iterator[tuple[int, list[Row]]]:
+        finished: list[Row] = []
+        step_begin = time.perf_counter()
+        for task in tasks:
+            if task.kind != "compute":
+                walk.hand_over(task)
+                continue
+            with torch.no_grad():
+                walk.compute(task)
+            batch = batches[task.micro_batch or 0]
+            if batch.logits is not None:
+                finished += batch.take_tokens(stop_ids, decode)
+                self._meter.tokens += batch.tokens_taken
+                self._meter.decode_tokens += batch.tokens_taken if task.step else 0
+            if task.unit == len(self._units) - 1 and task.micro_batch == len(batches) - 1:
+                now = time.perf_counter()
+                self._meter.step(task.step, now - step_begin, full)
+                step_begin = now
+                self._meter.prompts += len(finished)
+                yield task.step, finished
+                full = full and not finished
+                finished = []
+                if all(batch.done for batch in batches):
+                    return
 
 
 def phase_kernel(planned: str, format_name: str) -> str:
-    """The planned kernel where it takes the format, else one that takes every format."""
-    return planned if format_name in KERNELS[planned].formats else "fused_dot"
+    """What the plan names for a format where that takes it, else one that takes every format."""
+    named = kernel_for(planned, format_name)
+    return named if format_name in KERNELS[named].formats else "fused_dot"
 
 
 class _Walk:
     """What one walk over the graph keeps: reads under way, and how far computing has come."""
 
-    def __init__(self, runner: BlockRunner, batches: Sequence[MicroBatch]) -> None:
+    def __init__(self, runner: BlockRunner, batches: Sequence[MicroBatch], staged: StagedKV) -> None:
         self._runner = runner
         self._batches = batches
+        self._staged = staged
         self._readings: dict[int, tuple[Task, Reading]] = {}
+        self._writings: dict[int, tuple[Task, Writing]] = {}
+        self._stores: set[int] = set()
+        """All store tasks so far; one without a writing has ended."""
         self._computed = -1
         self._progress = threading.Condition()
         self._bound: tuple[int, int] | None = None
 
-    def read(self, task: Task) -> None:
-        """Hand a read task to the disk; it waits there until its buffer is free."""
+    def hand_over(self, task: Task) -> None:
+        """Hand a transfer to its disk queue; a read waits there until its buffer is free."""
+        if task.kind == "store_kv":
+            self._stores.add(task.index)
+            assert task.micro_batch is not None
+            if not self._batches[task.micro_batch].done:
+                self._writings[task.index] = (task, self._staged.store(task))
+            return
+        computed = [index for index in task.depends_on if index not in self._stores]
+        written = [self._writings[index][1] for index in task.depends_on if index in self._writings]
+        needed = max(computed, default=-1)
+
+        def ready(stop: threading.Event) -> bool:
+            return self._wait_computed(needed, stop) and all(_wait_written(writing, stop) for writing in written)
+
+        if task.kind == "load_kv":
+            self._readings[task.index] = (task, self._staged.load(task, ready))
+            return
         layout = self._runner._weights.layouts[task.unit]
         assert task.slot is not None
-        needed = max(task.depends_on, default=-1)
-        reading = Reading(layout.extents, self._runner._weights.ring[task.slot], lambda stop: self._wait_computed(needed, stop))
+        reading = Reading(layout.extents, self._runner._weights.ring[task.slot], ready)
         self._readings[task.index] = (task, reading)
         self._runner._reader.enqueue(reading)
 
@@ -119,7 +157,7 @@ class _Walk:
         runner = self._runner
         assert task.micro_batch is not None
         batch, unit = self._batches[task.micro_batch], runner._units[task.unit]
-        self._await_reads(task)
+        self._await(task)
         if not batch.done:
             begin = time.perf_counter()
             if self._bound != (task.step, task.unit):
@@ -129,10 +167,14 @@ class _Walk:
             planned = runner._plan.kernels.prefill if prefill else runner._plan.kernels.decode
             runner._runtime.kernel = partial(phase_kernel, planned)
             runner._runtime.batch = batch
+            if task.kv_slot is not None:
+                self._staged.stage(task)
+            runner._meter.phase = "prefill" if prefill else "decode"
             if unit.kind == "embed":
                 reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)
+                runner._meter.forward(batch.num_tokens, len(batch.active_rows))
             else:
-                reached = batch.resume()
+                reached = batch.resume(unit.kind == "head")
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"
             runner._meter.task(task, begin, time.perf_counter())
         with self._progress:
@@ -141,13 +183,22 @@ class _Walk:
 
     def close(self) -> None:
         self._readings.clear()
+        self._writings.clear()
 
-    def _await_reads(self, task: Task) -> None:
+    def _await(self, task: Task) -> None:
+        """Wait for what a compute task depends on, and count every transfer that has ended."""
+        meter = self._runner._meter
         for index in task.depends_on:
             if (waited := self._readings.pop(index, None)) is not None:
                 read_task, reading = waited
                 reading.wait()
-                self._runner._meter.task(read_task, reading.begin_s, reading.end_s)
+                meter.task(read_task, reading.begin_s, reading.end_s)
+            elif index in self._writings:
+                self._writings[index][1].wait()
+        for index in [index for index, (_, writing) in self._writings.items() if writing.done.is_set()]:
+            write_task, writing = self._writings.pop(index)
+            writing.wait()
+            meter.task(write_task, writing.begin_s, writing.end_s)
 
     def _wait_computed(self, index: int, stop: threading.Event) -> bool:
         with self._progress:
@@ -156,3 +207,10 @@ class _Walk:
                     return False
                 self._progress.wait(timeout=0.05)
         return not stop.is_set()
+
+
+def _wait_written(writing: Writing, stop: threading.Event) -> bool:
+    while not writing.done.wait(timeout=0.05):
+        if stop.is_set():
+            return False
+    return writing.error is None and not stop.is_set()

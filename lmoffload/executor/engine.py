@@ -10,25 +10,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lmoffload.environment import release_freed_memory
 from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
 from lmoffload.executor.meter import Meter
-from lmoffload.executor.micro_batch import MicroBatch, Row, make_row
+from lmoffload.executor.micro_batch import MicroBatch
+from lmoffload.executor.performed import performed
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request
+from lmoffload.executor.row import Row, make_row
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.weights import WeightStore
+from lmoffload.kernels.decode_attention import decode_kernel
 from lmoffload.kernels.linear import KERNELS, verify_row_invariance
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
-from lmoffload.modeling.rotary import switches_at
+from lmoffload.modeling.rotary import follows_length, switches_at
 from lmoffload.modeling.runtime import Runtime
-from lmoffload_solver import counting
+from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
-from lmoffload_solver.report import RunReport, TaskFigures, relative_errors
+from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import Kind, Resource
@@ -48,7 +50,7 @@ class Engine:
         plan: made for this model.
         decode: text of token ids, needed for stop strings.
         tokenizer_eos: the tokenizer's end token, used where neither the generation configuration nor the model's names one.
-        keep_spans: keep every task's begin and end (`meter.spans`).
+        keep_spans: keep begin and end of every task of the first block (`meter.spans`).
         on_store: called while weights are quantized that the plan wants in another format than the checkpoint's, after every tensor.
         cache: where quantized weights lie; the user's cache directory by default.
 
@@ -75,7 +77,6 @@ class Engine:
         check_plan(checkpoint.shape, plan)
         _check_kernels(plan)
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
-        release_freed_memory()
         process.reset_peak()
         formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
         checkpoint = with_formats(checkpoint, formats, cache=cache, on_progress=on_store)
@@ -89,6 +90,8 @@ class Engine:
         units = self.units = units_of(self.shape, plan)
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)
+        if plan.prefill_chunk is not None and follows_length(config):
+            raise StatedError("This model's rotary embedding follows a prompt's length, so it is not cut: plan without prefill_chunk.")
         model = build_model(config)
         self.base_bytes = process.resident_bytes()
         self._pool = Pool(plan.threads.get("compute", 1))
@@ -96,12 +99,13 @@ class Engine:
         try:
             self.weights = WeightStore(checkpoint, plan, units, self._reader)
             self._check_bytes()
-            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"))
+            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"), self.meter)
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
             self._check_rows()
-            self._blocks = BlockRunner(model, units, plan, runtime, self.weights, self._reader, self.meter)
+            decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
+            self._blocks = BlockRunner(model, units, plan, runtime, self.weights, self._reader, self.meter, self._kv_folder(cache))
         except BaseException:
             self.close()
             raise
@@ -153,6 +157,7 @@ class Engine:
                 if on_progress is not None:
                     elapsed = time.perf_counter() - began
                     on_progress(Progress(step, num_steps, number, len(blocks), self.meter.tokens, elapsed))
+            self.meter.keep_spans = False
         return [done[index] for index in range(len(requests))]
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -181,7 +186,8 @@ class Engine:
         peak = process.peak_resident_bytes()
         measured = self.meter.figures(peak, self.base_bytes)
         predicted = self.plan.predicted
-        kinds = {kind: TASK_RESOURCE[kind] for kind in self.meter.counts}
+        kinds = {kind: TASK_RESOURCE.get(kind) for kind in self.meter.counts}
+        work = performed(self.meter, self.shape, self.plan, self.units)
         return RunReport(
             plan=self.plan,
             predicted=predicted,
@@ -193,10 +199,14 @@ class Engine:
             prompts_computed=self.meter.prompts,
             tasks={
                 kind: TaskFigures(
-                    count=self.meter.counts[kind], predicted_s=predicted.resources.get(resource), measured_s=self.meter.seconds[kind]
+                    count=self.meter.counts[kind],
+                    predicted_s=None if resource is None else predicted.resources.get(resource),
+                    measured_s=self.meter.seconds[kind],
                 )
                 for kind, resource in kinds.items()
             },
+            phases=phase_figures(work, None),
+            performed=work,
             peak_rss_bytes=peak,
             remarks=tuple(self.remarks),
             versions={"torch": torch.__version__},
@@ -224,19 +234,25 @@ class Engine:
         size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         made = [
-            MicroBatch(i % per_block, batch, self.shape, self._pool, counting.token_multiple(self.shape), every_logit, keep_logits)
+            MicroBatch(i % per_block, batch, self.shape, self.plan, self._pool, every_logit, keep_logits)
             for i, batch in enumerate(batches)
         ]
         blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]
-        planned = self.plan.kv.bytes.get("host", 0)
-        needed = max((sum(batch.cache_bytes for batch in block) for block in blocks), default=0)
-        if needed > planned and not (every_logit or keep_logits):
-            longest = max(len(row.tokens) + row.request.max_new_tokens for row in rows)
-            raise StatedError(
-                f"These prompts need {needed} bytes of KV cache in a block where the plan has {planned}: "
-                f"make a plan for prompts and completions of up to {longest} tokens."
-            )
+        in_memory = max((sum(batch.cache_bytes for batch in block) for block in blocks), default=0)
+        on_disk = max((sum(s.num_bytes for batch in block for s in batch.spilled.values()) for block in blocks), default=0)
+        planned_bytes = self.plan.kv.bytes.get("host", 0), self.plan.kv.bytes.get("disk", 0)
+        for needed, planned, where in zip((in_memory, on_disk), planned_bytes, ("KV cache", "KV cache on the disk"), strict=True):
+            if needed > planned and not (every_logit or keep_logits):
+                longest = max(len(row.tokens) + row.request.max_new_tokens for row in rows)
+                raise StatedError(
+                    f"These prompts need {needed} bytes of {where} in a block where the plan has {planned}: "
+                    f"make a plan for prompts and completions of up to {longest} tokens."
+                )
         return blocks
+
+    @staticmethod
+    def _kv_folder(cache: Path | None) -> Path:
+        return (Settings.of_user().cache_directory if cache is None else cache) / "kv"
 
     def _check_positions(self, request: Request) -> None:
         length, total = len(request.token_ids), len(request.token_ids) + request.max_new_tokens
@@ -267,7 +283,7 @@ class Engine:
 
 
 def _check_kernels(plan: Plan) -> None:
-    for kernel in (plan.kernels.prefill, plan.kernels.decode):
+    for kernel in (*plan.kernels.prefill.split("+"), *plan.kernels.decode.split("+")):
         if kernel not in KERNELS:
             raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(KERNELS)}: make a new plan.")
 

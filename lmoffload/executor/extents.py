@@ -13,13 +13,24 @@ from typing import Protocol
 from lmoffload_solver.schedule import PAGE_BYTES, Piece
 
 
-class Source(Protocol):
-    """The place of a tensor in the checkpoint."""
+class Run(Protocol):
+    """Bytes of a tensor that lie together in a file."""
 
     @property
     def file(self) -> Path: ...
     @property
     def offset_bytes(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`num_bytes` at `offset` of a file that are wanted in a buffer."""
+
+    file: Path
+    offset: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +45,37 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a unit's pieces fill a buffer: what to read, and the byte at which each piece then begins."""
+    """How a unit's pieces fill a buffer: what to read, and the byte at which each run of each piece then begins, and its size."""
 
     extents: tuple[Extent, ...]
-    piece_places: tuple[int, ...]
+    piece_runs: tuple[tuple[tuple[int, int], ...], ...]
     num_bytes: int
 
 
-def lay_out(pieces: Sequence[Piece], sources: Sequence[Source], row_bytes: Sequence[int]) -> Layout:
-    """Lay pieces out in a buffer, in the order of their places in the files; `piece_places` follows the order given."""
-    begins = [source.offset_bytes + piece.first_row * size for piece, source, size in zip(pieces, sources, row_bytes, strict=True)]
-    order = sorted(range(len(pieces)), key=lambda i: (str(sources[i].file), begins[i]))
+def stretches_of(piece: Piece, runs: Sequence[Run], row_bytes: int) -> list[Stretch]:
+    """Where a piece lies: a tensor in one run may be cut, one in several is wanted whole."""
+    if len(runs) == 1:
+        return [Stretch(runs[0].file, runs[0].offset_bytes + piece.first_row * row_bytes, piece.num_bytes)]
+    assert piece.first_row == 0 and piece.num_bytes == sum(run.num_bytes for run in runs), "a tensor in several runs is never cut"
+    return [Stretch(run.file, run.offset_bytes, run.num_bytes) for run in runs]
+
+
+def lay_out(pieces: Sequence[Sequence[Stretch]]) -> Layout:
+    """Lay the stretches of pieces out in a buffer, in the order of their places in the files; `piece_runs` follows the order given."""
+    stretches = [(stretch, i, j) for i, piece in enumerate(pieces) for j, stretch in enumerate(piece)]
+    stretches.sort(key=lambda placed: (str(placed[0].file), placed[0].offset))
     extents: list[Extent] = []
-    places = [0] * len(pieces)
+    places = [[(0, 0)] * len(piece) for piece in pieces]
     used = 0
-    for i in order:
-        file, begin, end = sources[i].file, begins[i], begins[i] + pieces[i].num_bytes
-        first_page, last_page = begin // PAGE_BYTES * PAGE_BYTES, -(-end // PAGE_BYTES) * PAGE_BYTES
+    for stretch, i, j in stretches:
+        first_page = stretch.offset // PAGE_BYTES * PAGE_BYTES
+        last_page = -(-(stretch.offset + stretch.num_bytes) // PAGE_BYTES) * PAGE_BYTES
         last = extents[-1] if extents else None
-        if last is not None and last.file == file and first_page <= last.offset + last.num_bytes:
+        if last is not None and last.file == stretch.file and first_page <= last.offset + last.num_bytes:
             last_page = max(last_page, last.offset + last.num_bytes)
-            extents[-1] = Extent(file, last.offset, last_page - last.offset, last.place)
+            extents[-1] = Extent(last.file, last.offset, last_page - last.offset, last.place)
         else:
-            extents.append(Extent(file, first_page, last_page - first_page, used))
+            extents.append(Extent(stretch.file, first_page, last_page - first_page, used))
         used = extents[-1].place + extents[-1].num_bytes
-        places[i] = extents[-1].place + begin - extents[-1].offset
-    return Layout(tuple(extents), tuple(places), used)
+        places[i][j] = (extents[-1].place + stretch.offset - extents[-1].offset, stretch.num_bytes)
+    return Layout(tuple(extents), tuple(tuple(runs) for runs in places), used)

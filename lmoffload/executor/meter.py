@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
+from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Predicted
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource
+
+if TYPE_CHECKING:
+    from lmoffload.kernels.matrix import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +25,60 @@ class Span:
 
 
 @dataclass(slots=True)
+class Sum:
+    """Of things alike."""
+
+    count: int = 0
+    seconds: float = 0.0
+    amount: int = 0
+
+    def add(self, seconds: float, amount: int = 0) -> None:
+        self.count += 1
+        self.seconds += seconds
+        self.amount += amount
+
+
+class Attended(NamedTuple):
+    """Sequences that were attended to."""
+
+    calls: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    squares: int = 0
+    """Of their lengths, summed."""
+    seconds: float = 0.0
+
+    def with_more(self, more: Attended) -> Attended:
+        """Both together."""
+        return Attended(
+            self.calls + more.calls,
+            self.sequences + more.sequences,
+            self.tokens + more.tokens,
+            self.squares + more.squares,
+            self.seconds + more.seconds,
+        )
+
+
+class Forwards(NamedTuple):
+    """Forwards of micro-batches, one for each and step."""
+
+    number: int = 0
+    tokens: int = 0
+    rows: int = 0
+
+
+def about(count: int) -> int:
+    """A number of at most five binary digits, then zeros, that is at most 1/16 smaller: what is alike enough to be added up."""
+    zeros = max(0, count.bit_length() - 5)
+    return count >> zeros << zeros
+
+
+@dataclass(slots=True)
 class Meter:
     """Adds up what tasks and steps took."""
 
     keep_spans: bool = False
+    """From now on."""
     spans: list[Span] = field(default_factory=list)
     counts: dict[Kind, int] = field(default_factory=dict)
     seconds: dict[Kind, float] = field(default_factory=dict)
@@ -36,14 +92,48 @@ class Meter:
     decode_tokens: int = 0
     """Tokens but each row's first, which the prefill gives."""
     prompts: int = 0
+    phase: Phase = "prefill"
+    """Of what computes now."""
+    reads: dict[tuple[Phase, int], Sum] = field(default_factory=dict)
+    """By phase and unit."""
+    compute_s: dict[Phase, float] = field(default_factory=dict)
+    products: dict[tuple[Phase, str, str, int, int, int], Sum] = field(default_factory=dict)
+    """By phase, kernel, format, N, K and about how many rows; the amount is rows."""
+    attentions: dict[tuple[Phase, int, int], Attended] = field(default_factory=dict)
+    """By phase, layer and about how long the sequences are."""
+    forwards: dict[Phase, Forwards] = field(default_factory=dict)
+    _lengths: Sequence[int] = ()
+    _attended: Attended = field(default_factory=Attended)
 
     def task(self, task: Task, begin_s: float, end_s: float) -> None:
         """Count a task that took from `begin_s` to `end_s`."""
         self.counts[task.kind] = self.counts.get(task.kind, 0) + 1
         self.seconds[task.kind] = self.seconds.get(task.kind, 0.0) + end_s - begin_s
         self.busy[task.resource] = self.busy.get(task.resource, 0.0) + end_s - begin_s
+        phase: Phase = "decode" if task.step else "prefill"
+        if task.kind == "read_weights":
+            self.reads.setdefault((phase, task.unit), Sum()).add(end_s - begin_s)
+        else:
+            self.compute_s[phase] = self.compute_s.get(phase, 0.0) + end_s - begin_s
         if self.keep_spans:
             self.spans.append(Span(task, begin_s, end_s))
+
+    def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
+        """Count a product with a matrix; see `modeling.runtime.Watch`."""
+        key = (self.phase, kernel, matrix.format, matrix.n, matrix.k, about(rows))
+        self.products.setdefault(key, Sum()).add(seconds, rows)
+
+    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None:
+        """Count attention at a layer; see `modeling.runtime.Watch`."""
+        if lengths is not self._lengths:
+            self._lengths, self._attended = lengths, Attended(1, len(lengths), sum(lengths), sum(n * n for n in lengths))
+        key = (self.phase, layer, about(self._attended.tokens // self._attended.sequences))
+        self.attentions[key] = self.attentions.get(key, Attended()).with_more(self._attended._replace(seconds=seconds))
+
+    def forward(self, tokens: int, rows: int) -> None:
+        """Count the beginning of a micro-batch's forward over so many tokens (padding included) of so many rows."""
+        seen = self.forwards.get(self.phase, Forwards())
+        self.forwards[self.phase] = Forwards(seen.number + 1, seen.tokens + tokens, seen.rows + rows)
 
     def step(self, step: int, seconds: float, full: bool) -> None:
         """Count a step of a block; `full` when every micro-batch of a full block computed in it."""

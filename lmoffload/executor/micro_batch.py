@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import greenlet
 import numpy as np
 import torch
 
-from lmoffload.executor.kv_cache import KVCache, kv_bytes
-from lmoffload.executor.request import Request
-from lmoffload.executor.sampling import Sampler
-from lmoffload.kernels.attention import decode_attention, prefill_attention
+from lmoffload.executor.kv_cache import KVCache, LayerCache, kv_bytes
+from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
+from lmoffload.executor.row import Row
+from lmoffload.kernels.attention import prefill_attention
+from lmoffload.kernels.decode_attention import decode_attention
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import lookup
+from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.schedule import Spilled
 
 
 @dataclass(slots=True)
-class Row:
-    """One sequence as it grows."""
+class Forward:
+    """The forward of one chunk, suspended between two units."""
 
-    request: Request
-    sampler: Sampler
-    tokens: list[int]
-    """Prompt and generated tokens; the newest one has no keys and values yet."""
-    finish_reason: Literal["stop", "length", "error"] | None = None
-    generated: list[int] = field(default_factory=list)
-    """Tokens of the completion, the end token left out."""
-
-    @property
-    def active(self) -> bool:
-        return self.finish_reason is None
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """The tokens of one step, those of all rows one after another, padded at the end."""
-
-    rows: np.ndarray
-    """Active rows."""
-    token_ids: list[int]
-    positions: list[int]
-    segments: list[tuple[int, int]]
-    """Tokens [begin, end) of each active row."""
+    packed: Packed
+    thread: Any
+    """Its greenlet."""
+    logits: torch.Tensor | None = None
 
 
 class MicroBatch:
@@ -58,24 +45,31 @@ class MicroBatch:
         index: int,
         rows: Sequence[Row],
         shape: ModelShape,
+        plan: Plan,
         pool: Pool,
-        token_multiple: int,
         every_logit: bool = False,
         keep_logits: bool = False,
     ) -> None:
         self.index = index
         self.rows = list(rows)
         self._layers = shape.layers
+        self._formats = plan.kv.format
+        self._on_disk = frozenset(layer for layer, number, tier in plan.kv.homes if tier == "disk" and number == index)
         self._row_tokens = [len(row.tokens) + row.request.max_new_tokens for row in rows]
         self.cache: KVCache | None = None
         self._pool = pool
-        self._token_multiple = token_multiple
+        self._token_multiple = counting.token_multiple(shape)
         self._every_logit = every_logit
         self._keep_logits = keep_logits
-        self._packed: Packed | None = None
+        self._prefill_chunk = plan.prefill_chunk
         self._prefill = True
-        self._forward: Any = None
+        self._forwards: list[Forward] = []
+        self._current: Packed | None = None
+        self._carried: tuple[torch.Tensor, torch.Tensor] | None = None
+        """Keys and values so far, at the layer being computed, of the row that the next chunk goes on with."""
         self.logits: torch.Tensor | None = None
+        self.attended_s = 0.0
+        """Seconds of the last attention, storing keys and values left out."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
         self.scores: list[torch.Tensor] = []
@@ -83,12 +77,24 @@ class MicroBatch:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that this micro-batch's cache takes."""
-        return kv_bytes(self._layers, self._row_tokens)
+        """Bytes of keys and values that this micro-batch's cache takes in memory."""
+        return kv_bytes([layer for i, layer in enumerate(self._layers) if i not in self._on_disk], self._row_tokens, self._formats)
+
+    @property
+    def spilled(self) -> dict[int, Spilled]:
+        """Keys and values on the disk, by layer."""
+        formats = self._formats.key, self._formats.value
+        return {layer: counting.spilled(self._layers[layer], self._row_tokens, *formats) for layer in sorted(self._on_disk)}
+
+    def changed_pages(self, layer: int) -> list[tuple[int, int]]:
+        """Bytes [begin, end) of a layer's staging buffer that the current decode step has changed."""
+        assert self.cache is not None and self._current is not None
+        positions = np.asarray([piece.first for piece in self._current.pieces], dtype=np.int64)
+        return self.cache.layers[layer].pages(self._current.rows, positions)
 
     def allocate(self) -> None:
         """Allocate the cache."""
-        self.cache = KVCache(self._layers, self._row_tokens)
+        self.cache = KVCache(self._layers, self._row_tokens, self._formats, self._on_disk)
 
     def release(self) -> None:
         """Drop the cache."""
@@ -96,9 +102,20 @@ class MicroBatch:
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
-        """Tokens [begin, end) of each active row in the current step."""
-        assert self._packed is not None
-        return self._packed.segments
+        """Tokens [begin, end) of each row in the chunk being computed."""
+        assert self._current is not None
+        return self._current.segments
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens so far of each row in the chunk being computed, the newest included."""
+        assert self._current is not None
+        return [self._current.positions[end - 1] + 1 for _, end in self._current.segments]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the current step, padding included."""
+        return sum(len(forward.packed.token_ids) for forward in self._forwards)
 
     @property
     def done(self) -> bool:
@@ -107,7 +124,7 @@ class MicroBatch:
     @property
     def suspended(self) -> bool:
         """The forward has begun and not ended."""
-        return self._forward is not None
+        return bool(self._forwards)
 
     @property
     def active_rows(self) -> list[Row]:
@@ -115,39 +132,56 @@ class MicroBatch:
 
     def begin(self, model: Any, table_rows: Callable[[Sequence[int]], torch.Tensor], prefill: bool) -> int:
         """Begin a step's forward; returns the first unit reached (after the embedding)."""
-        self._prefill = prefill
-        packed = self._packed = self._pack(prefill)
-        input_ids = lookup(model, table_rows(packed.token_ids))
-        ends = [end - 1 for _, end in packed.segments]
-        keep = torch.arange(len(packed.token_ids)) if self._every_logit else torch.tensor(ends)
-        positions = torch.tensor([packed.positions])
-
-        def forward() -> torch.Tensor:
-            out = model(input_ids=input_ids, position_ids=positions, use_cache=False, logits_to_keep=keep)
-            return out.logits[0]  # type: ignore[no-any-return]
-
-        self._forward = greenlet.greenlet(forward)
-        self._forward.gr_context = contextvars.copy_context()
-        self.logits = None
-        reached = self.resume()
-        lookup(model, torch.empty(0, model.config.hidden_size))  # the looked-up rows have been consumed
+        self._prefill, self.logits = prefill, None
+        rows, tokens = [i for i, row in enumerate(self.rows) if row.active], [row.tokens for row in self.rows]
+        if prefill:
+            chunks = pack_prompts(rows, tokens, self._prefill_chunk, self._token_multiple)
+        else:
+            chunks = [pack_newest(rows, tokens, self._token_multiple)]
+        reached = None
+        for packed in chunks:
+            input_ids = lookup(model, table_rows(packed.token_ids))
+            num_tokens = packed.segments[-1][1]
+            keep = torch.tensor(list(range(num_tokens)) if self._every_logit else packed.newest, dtype=torch.int64)
+            options = {"input_ids": input_ids, "position_ids": torch.tensor([packed.positions]), "logits_to_keep": keep}
+            thread = greenlet.greenlet(partial(_logits, model, options))
+            thread.gr_context = contextvars.copy_context()
+            self._forwards.append(Forward(packed, thread))
+            self._current = packed
+            reached = int(thread.switch())
+            lookup(model, torch.empty(0, model.config.hidden_size))  # the looked-up rows have been consumed
         assert reached is not None
         return reached
 
-    def resume(self) -> int | None:
-        """Compute the unit at which the forward waits; returns the next one reached, or None at the end, with `logits` then set."""
-        result = self._forward.switch()
-        if not self._forward.dead:
-            return int(result)
-        self._forward = None
-        self.logits = result
-        return None
+    def resume(self, head: bool = False) -> int | None:
+        """Compute the unit at which the forward waits; returns the next one reached, or None at the end, with `logits` then set.
+
+        head: the unit is (a piece of) the output head, which chunks that no row ends in do not need.
+        """
+        if head:
+            for forward in self._forwards:
+                if not (forward.packed.newest or self._every_logit):
+                    forward.thread.throw(greenlet.GreenletExit)
+            self._forwards = [forward for forward in self._forwards if not forward.thread.dead]
+        reached = None
+        for forward in self._forwards:
+            self._current = forward.packed
+            result = forward.thread.switch()
+            if forward.thread.dead:
+                forward.logits = result
+            else:
+                reached = int(result)
+        if reached is None:
+            found = [forward.logits for forward in self._forwards if forward.logits is not None]
+            self.logits = found[0] if len(found) == 1 else torch.cat(found)
+            self._forwards = []
+        return reached
 
     def abandon(self) -> None:
         """Drop a forward that will not be finished."""
-        if self._forward is not None:
-            self._forward.throw(greenlet.GreenletExit)
-            self._forward = None
+        for forward in self._forwards:
+            forward.thread.throw(greenlet.GreenletExit)
+        self._forwards, self._carried = [], None
 
     def attend(
         self,
@@ -161,36 +195,46 @@ class MicroBatch:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of this micro-batch at a layer; see `modeling.runtime.Batch`."""
-        packed = self._packed
+        packed = self._current
         assert packed is not None and self.cache is not None
         cache = self.cache.layers[layer]
         if self._prefill:
-            for row, (begin, end) in zip(packed.rows, packed.segments, strict=True):
-                cache.store_prompt(int(row), key[begin:end], value[begin:end])
-            window = cache.shape.window
-            return prefill_attention(
-                query, key, value, packed.segments, scaling=scaling, window=window, softcap=softcap, sinks=sinks, pool=self._pool
-            )
+            begin_s = time.perf_counter()
+            options = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
+            attended = self._attend_prompts(packed, cache, query, key, value, options)
+            self.attended_s = time.perf_counter() - begin_s
+            return attended
         rows, count = packed.rows, len(packed.rows)
         positions = np.asarray(packed.positions[:count], dtype=np.int64)
         cache.store_tokens(rows, positions, key[:count], value[:count])
-        out = torch.zeros(query.shape[0], query.shape[1], value.shape[2])
+        out, begin_s = torch.zeros(query.shape[0], query.shape[1], value.shape[2]), time.perf_counter()
         out[:count] = decode_attention(
-            query[:count].contiguous(),
-            cache.keys,
-            cache.values,
-            torch.from_numpy(cache.key_starts[rows]),
-            torch.from_numpy(cache.value_starts[rows]),
-            torch.from_numpy(cache.capacities[rows]),
-            torch.from_numpy(np.minimum(positions + 1, cache.capacities[rows])),
-            num_kv_heads=cache.shape.num_kv_heads,
-            value_dim=cache.shape.value_dim,
-            scaling=scaling,
-            window=None,  # the cache keeps no more than the window
-            softcap=softcap,
-            sinks=sinks,
-            pool=self._pool,
-        )
+            query[:count].contiguous(), cache.keys, cache.values, rows, positions + 1,
+            scaling=scaling, window=cache.shape.window, softcap=softcap, sinks=sinks, pool=self._pool,
+        )  # fmt: skip
+        self.attended_s = time.perf_counter() - begin_s
+        return out
+
+    def _attend_prompts(
+        self, packed: Packed, cache: LayerCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+    ) -> torch.Tensor:
+        """Every prompt attends to its own fresh keys and values, before they are rounded to what is stored; those of a row that an earlier
+        chunk began are carried over to the next."""
+        for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
+            cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._pool)
+        segments, carried = packed.segments, self._carried
+        begun = [segment for piece, segment in zip(packed.pieces, segments, strict=True) if piece.first == 0]
+        out = prefill_attention(query, key, value, begun, pool=self._pool, **options)
+        begin, end = segments[-1]
+        self._carried = None if packed.pieces[-1].last else (key[begin:end].clone(), value[begin:end].clone())
+        if packed.pieces[0].first > 0:
+            assert carried is not None
+            begin, end = segments[0]
+            keys, values = (torch.cat((old, new[begin:end])) for old, new in zip(carried, (key, value), strict=True))
+            known, whole = packed.pieces[0].first, [(0, keys.shape[0])]
+            out[begin:end] = prefill_attention(query[begin:end], keys, values, whole, known=known, pool=self._pool, **options)
+            if len(segments) == 1 and not packed.pieces[0].last:
+                self._carried = keys, values
         return out
 
     def take_tokens(self, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None) -> list[Row]:
@@ -208,7 +252,7 @@ class MicroBatch:
             self.kept_logits.append(logits.clone())
         if self._every_logit:
             self._take_scores(logits)
-            logits = logits[[end - 1 for _, end in self._packed.segments]] if self._packed else logits
+            logits = logits[self._ends() - 1] if len(logits) > len(rows) else logits
         self.tokens_taken = len(rows)
         likeliest = logits.argmax(dim=-1).tolist()
         finished = []
@@ -229,38 +273,19 @@ class MicroBatch:
 
     def _take_scores(self, logits: torch.Tensor) -> None:
         """Log-probabilities of each row's own tokens from the logits [T, vocabulary] of a whole prefill."""
-        assert self._packed is not None
-        for row, (begin, end) in zip(self.rows, self._packed.segments, strict=True):
+        for row, end in zip(self.rows, self._ends().tolist(), strict=True):
             targets = torch.tensor(row.tokens[1:])
+            begin = end - len(row.tokens)
             self.scores.append(torch.log_softmax(logits[begin : end - 1], dim=-1).gather(1, targets[:, None])[:, 0])
 
-    def _pack(self, prefill: bool) -> Packed:
-        rows = [i for i, row in enumerate(self.rows) if row.active]
-        tokens: list[int] = []
-        positions: list[int] = []
-        segments: list[tuple[int, int]] = []
-        for i in rows:
-            known = self.rows[i].tokens
-            new = known if prefill else known[-1:]
-            segments.append((len(tokens), len(tokens) + len(new)))
-            positions += range(len(known) - len(new), len(known))
-            tokens += new
-        padding = -len(tokens) % self._token_multiple
-        return Packed(np.asarray(rows, dtype=np.int64), tokens + [0] * padding, positions + [0] * padding, segments)
+    def _ends(self) -> torch.Tensor:
+        """Where each row's tokens end, all rows one after another."""
+        return torch.tensor([len(row.tokens) for row in self.rows]).cumsum(0)
+
+
+def _logits(model: Any, options: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(use_cache=False, **options).logits[0]  # type: ignore[no-any-return]
 
 
 def _contains(text: str, stops: Sequence[str]) -> bool:
     return any(stop in text for stop in stops)
-
-
-def make_row(request: Request, defaults: Mapping[str, Any], vocab_size: int) -> Row:
-    """A row for a request.
-
-    Raises:
-        StatedError: the prompt is empty or holds a token outside the vocabulary.
-    """
-    if not request.token_ids:
-        raise StatedError("The prompt is empty.")
-    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
-        raise StatedError(f"The prompt holds a token outside the model's vocabulary of {vocab_size}.")
-    return Row(request, Sampler.of(request, defaults, vocab_size), list(request.token_ids))

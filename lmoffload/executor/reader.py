@@ -9,11 +9,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from lmoffload.executor.buffers import Slab
 from lmoffload.executor.direct_file import DirectFile
 from lmoffload.executor.extents import Extent
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
+
+
+class ReadFile(Protocol):
+    """A file that is read in whole pages."""
+
+    path: Path
+    direct: bool
+
+    def read_into(self, buffer: memoryview, offset: int) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -40,7 +51,7 @@ class DiskReader:
     """Reads extents in the order they are enqueued, `threads` requests in flight, in threads that release the GIL."""
 
     def __init__(self, files: Sequence[Path], threads: int) -> None:
-        self._files = {path: DirectFile(path) for path in files}
+        self._files: dict[Path, ReadFile] = {path: DirectFile(path) for path in files}
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lmoffload-read")
         self._queue: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
@@ -52,6 +63,14 @@ class DiskReader:
     def buffered_files(self) -> tuple[Path, ...]:
         """Files whose file system refused direct reads."""
         return tuple(path for path, file in self._files.items() if not file.direct)
+
+    def attach(self, file: ReadFile) -> None:
+        """Read from another file too, under its path; its owner closes it."""
+        self._files[file.path] = file
+
+    def detach(self, file: ReadFile) -> None:
+        """Forget an attached file."""
+        self._files.pop(file.path, None)
 
     def enqueue(self, reading: Reading) -> None:
         """Add a read task to the queue."""

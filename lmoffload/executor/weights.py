@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lmoffload.executor.buffers import Slab
-from lmoffload.executor.extents import Layout, Source, lay_out
+from lmoffload.executor.extents import Layout, Run, lay_out, stretches_of
 from lmoffload.executor.reader import DiskReader
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload_solver.formats import format_of, stored_bytes
@@ -18,14 +18,19 @@ from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Piece, Unit, num_slots, slot_bytes
 
+TABLE_ROWS_AT_ONCE = 1024
+"""Rows of the embedding table that are widened at a time."""
+
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class StoredSource(Source, Protocol):
-    """The place of a tensor, with the order of its rows where the file keeps them in another."""
+class StoredSource(Run, Protocol):
+    """The place of a tensor, with the order of its rows where the file keeps them in another; as one run, or in several of equal size."""
 
     @property
     def row_order(self) -> np.ndarray | None: ...
+    @property
+    def runs(self) -> Sequence[Run]: ...
 
 
 class StoredTensors(Protocol):
@@ -53,7 +58,7 @@ class WeightStore:
         self._row_orders = {t.name: self._row_order(t) for t in self._shape.tensors if t.is_matrix}
         self.resident_bytes = 0
         self._resident = self._load_resident(plan)
-        self._current: dict[str, Matrix] = {}
+        self._current: dict[str, tuple[Matrix, ...]] = {}
         self._head: tuple[Matrix, int, int] | None = None
         self.vectors = {t.name: self._mapped(t) if t.is_table else self._widened(t) for t in self._shape.tensors if not t.is_matrix}
 
@@ -71,16 +76,28 @@ class WeightStore:
         self._current = {}
         if slot is not None:
             layout, buffer = self.layouts[unit.index], self.ring[slot]
-            for piece, place in zip(unit.streamed, layout.piece_places, strict=True):
-                data = buffer.bytes[place : place + piece.num_bytes]
-                self._current[piece.tensor] = self._matrix(self._shape.by_name[piece.tensor], data, piece.first_row, piece.end_row)
+            for piece, runs in zip(unit.streamed, layout.piece_runs, strict=True):
+                self._current[piece.tensor] = self._matrices(piece, buffer, runs)
         if unit.kind == "head":
             name = self._shape.head.name
-            matrix = self._current[name] if slot is not None else self._resident[name]
+            (matrix,) = self._current[name] if slot is not None else self._resident[name]
             self._head = (matrix, unit.first_row, unit.end_row)
 
     def matrix(self, name: str) -> Matrix:
         """The whole matrix of a parameter, resident or in the current ring buffer."""
+        (found,) = self._runs(name)
+        return found
+
+    def expert(self, name: str, index: int) -> tuple[Matrix, ...]:
+        """The matrix of one expert of a parameter, or those that its rows are split into."""
+        shape = self._shape.by_name[name].shape
+        runs, first = self._runs(name), index * shape[-2]
+        height, end = runs[0].n, first + shape[-2]
+        return tuple(
+            runs[i].rows(max(first - i * height, 0), min(end - i * height, height)) for i in range(first // height, -(-end // height))
+        )
+
+    def _runs(self, name: str) -> tuple[Matrix, ...]:
         found = self._resident.get(name) or self._current.get(name)
         assert found is not None, f"{name} is neither resident nor in the current buffer"
         return found
@@ -91,19 +108,32 @@ class WeightStore:
         return self._head
 
     def table_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows."""
+        """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows.
+
+        Where rows are stored in tiles, whole tiles are read and widened, a few at a time.
+        """
         table = self._shape.embedding
         tile = format_of(table.format).tile_rows
         ids = np.asarray(token_ids, dtype=np.int64)
-        wanted, inverse = np.unique(ids // tile, return_inverse=True)  # only the table's last tile is short, and it comes last
-        ranges = [(int(i) * tile, min(int(i + 1) * tile, _num_rows(table))) for i in wanted]
+        out = torch.empty(len(ids), table.shape[-1])
+        wanted = np.unique(ids // tile)  # only the table's last tile is short, and it comes last
+        at_once = max(1, TABLE_ROWS_AT_ONCE // tile)
+        for first in range(0, len(wanted), at_once):
+            tiles = wanted[first : first + at_once]
+            places = np.flatnonzero((ids // tile >= tiles[0]) & (ids // tile <= tiles[-1]))
+            rows = np.searchsorted(tiles, ids[places] // tile) * tile + ids[places] % tile
+            out[torch.from_numpy(places)] = self._widened_tiles(table, tiles, tile)[torch.from_numpy(rows)]
+        return out
+
+    def _widened_tiles(self, table: TensorShape, tiles: np.ndarray, tile: int) -> torch.Tensor:
+        ranges = [(int(i) * tile, min(int(i + 1) * tile, _num_rows(table))) for i in tiles]
         resident = self._resident.get(table.name)
         if resident is not None:
-            rows = [resident.rows(first, end).data for first, end in ranges]
+            data = [resident[0].rows(first, end).data for first, end in ranges]
         else:
-            rows = self._rows_on_disk(table, ranges)
-        gathered = Matrix(torch.cat(rows), table.format, sum(end - first for first, end in ranges), table.shape[-1])
-        return reference_widen(gathered)[torch.from_numpy(inverse * tile + ids % tile)]
+            data = self._rows_on_disk(table, ranges)
+        gathered = Matrix(torch.cat(data), table.format, sum(end - first for first, end in ranges), table.shape[-1])
+        return reference_widen(gathered)
 
     def _rows_on_disk(self, table: TensorShape, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         row_bytes = stored_bytes(table.shape[-1:], table.format)
@@ -111,33 +141,36 @@ class WeightStore:
         layout = self._lay_out(pieces)
         buffer = Slab(layout.num_bytes)
         self._reader.read(layout.extents, buffer)
-        return [buffer.bytes[place : place + piece.num_bytes] for place, piece in zip(layout.piece_places, pieces, strict=True)]
+        return [buffer.bytes[place : place + num_bytes] for ((place, num_bytes),) in layout.piece_runs]
 
-    def _load_resident(self, plan: Plan) -> dict[str, Matrix]:
+    def _load_resident(self, plan: Plan) -> dict[str, tuple[Matrix, ...]]:
         """Read every matrix with a home in memory, each file in the order of its bytes, one slab per decoder layer and one for the rest."""
         groups: dict[int | None, list[TensorShape]] = {}
         for tensor in self._shape.tensors:
             if tensor.is_matrix and plan.weights.tensors[tensor.name].tier != "disk":
                 groups.setdefault(tensor.layer, []).append(tensor)
-        resident: dict[str, Matrix] = {}
+        resident: dict[str, tuple[Matrix, ...]] = {}
         for tensors in groups.values():
             pieces = [Piece(t.name, 0, _num_rows(t), stored_bytes(t.shape, t.format)) for t in tensors]
             layout = self._lay_out(pieces)
             slab = Slab(layout.num_bytes)
             self._reader.read(layout.extents, slab)
             self.resident_bytes += sum(piece.num_bytes for piece in pieces)
-            for tensor, piece, place in zip(tensors, pieces, layout.piece_places, strict=True):
-                resident[tensor.name] = self._matrix(tensor, slab.bytes[place : place + piece.num_bytes], 0, piece.end_row)
+            for piece, runs in zip(pieces, layout.piece_runs, strict=True):
+                resident[piece.tensor] = self._matrices(piece, slab, runs)
         return resident
 
     def _lay_out(self, pieces: Sequence[Piece]) -> Layout:
-        sizes = [piece.num_bytes // (piece.end_row - piece.first_row) for piece in pieces]
-        return lay_out(pieces, [self._tensors.source(piece.tensor) for piece in pieces], sizes)
+        return lay_out(
+            [stretches_of(p, self._tensors.source(p.tensor).runs, p.num_bytes // (p.end_row - p.first_row)) for p in pieces]
+        )
 
-    def _matrix(self, tensor: TensorShape, data: torch.Tensor, first_row: int, end_row: int) -> Matrix:
-        order = self._row_orders[tensor.name]
-        assert order is None or (first_row, end_row) == (0, _num_rows(tensor)), "a permuted matrix is never cut"
-        return Matrix(data, tensor.format, end_row - first_row, tensor.shape[-1], order)
+    def _matrices(self, piece: Piece, slab: Slab, runs: Sequence[tuple[int, int]]) -> tuple[Matrix, ...]:
+        """The runs of a piece in a buffer, as matrices of its rows."""
+        tensor, order = self._shape.by_name[piece.tensor], self._row_orders[piece.tensor]
+        assert order is None or (piece.first_row, piece.end_row) == (0, _num_rows(tensor)), "a permuted matrix is never cut"
+        rows = (piece.end_row - piece.first_row) // len(runs)
+        return tuple(Matrix(slab.bytes[place : place + size], tensor.format, rows, tensor.shape[-1], order) for place, size in runs)
 
     def _row_order(self, tensor: TensorShape) -> torch.Tensor | None:
         order = self._tensors.source(tensor.name).row_order

@@ -80,6 +80,13 @@ class Code:
     def at(self, address: V, offset: V | int) -> V:
         return self.b.gep(address, [self.whole(offset) if isinstance(offset, int) else offset], source_etype=I8)
 
+    def scratch(self, num_bytes: int) -> V:
+        """Memory of the function's own, there from its beginning."""
+        with self.b.goto_entry_block():
+            place = self.b.alloca(ir.ArrayType(I8, num_bytes))
+        place.type = ADDRESS  # llvmlite gives it a pointer to a type, which LLVM no longer knows
+        return place
+
     def row(self, address: V, index: V, row_bytes: V) -> V:
         return self.at(address, self.b.mul(index, row_bytes))
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Machine, V
-from lmoffload.kernels.stored import STEP, load_plain, load_step, step_bytes
+from lmoffload.kernels.k_quants import STEP
+from lmoffload.kernels.stored import load_plain, walk_steps
 from lmoffload_solver.formats import FORMATS
 
 GROUP_SIZES = (6, 4, 2, 1)
@@ -90,25 +91,28 @@ class Dots:
     def plain(self) -> bool:
         return FORMATS[self.format_name].block_elements == 1
 
-    @property
-    def stride(self) -> int:
-        """Columns of one turn of the loop."""
-        return self.code.width if self.plain else STEP
-
     def emit(self, weight: Rows, x: Rows, out: Rows, k: V, kept: Rows | None) -> None:
         """out[j, i] += x[j] . weight[i] over k columns."""
-        code, zero = self.code, self.code.real(0.0, self.code.width)
+        code, width, zero = self.code, self.code.width, self.code.real(0.0, self.code.width)
         places = [rows.at(code, i) for rows, count in ((weight, self.rows), (x, self.columns)) for i in range(count)]
         kept_places = [] if kept is None else [kept.at(code, i) for i in range(self.rows)]
 
-        def turn(index: V, sums: list[V]) -> list[V]:
-            return self._turn(index, sums, places, kept_places)
+        def step(index: V, wide: list[list[V]], sums: list[V]) -> list[V]:
+            return self._meet(wide, code.b.mul(index, code.whole(4 * STEP)), sums, places, kept_places)
 
-        turns = code.b.sdiv(k, code.whole(self.stride))
-        sums = fold_all(code, code.loop(code.whole(0), turns, 1, [zero] * (self.rows * self.columns), turn))
-        self._add(sums, out)
+        def turn(index: V, sums: list[V]) -> list[V]:
+            size = code.whole(width * FORMATS[self.format_name].block_bytes)
+            wide = [[load_plain(code, self.format_name, code.row(address, index, size), width)] for address in places[: self.rows]]
+            return self._meet(wide, code.b.mul(index, code.whole(4 * width)), sums, places, kept_places)
+
+        sums, turns = [zero] * (self.rows * self.columns), code.b.sdiv(k, code.whole(width if self.plain else STEP))
         if self.plain:
-            start = code.b.mul(turns, code.whole(self.stride))
+            sums = code.loop(code.whole(0), turns, 1, sums, turn)
+        else:
+            sums = walk_steps(code, self.format_name, places[: self.rows], turns, sums, step)
+        self._add(fold_all(code, sums), out)
+        if self.plain:
+            start = code.b.mul(turns, code.whole(width))
             with code.when(code.b.icmp_signed("<", start, k)):
                 self._emit_last(start, k, places, kept_places, out)
 
@@ -118,15 +122,10 @@ class Dots:
             place, total = out.at(code, j), code.vector(sums[j * self.rows : (j + 1) * self.rows])
             code.store(code.b.fadd(code.load(F32, place, self.rows), total), place)
 
-    def _turn(self, index: V, sums: list[V], places: list[V], kept: list[V]) -> list[V]:
+    def _meet(self, wide: list[list[V]], start: V, sums: list[V], places: list[V], kept: list[V]) -> list[V]:
+        """The weights' vectors of some columns meet those of the activations, which lie from byte `start` on."""
         code, width = self.code, self.code.width
-        stored = code.b.mul(index, code.whole(self.stride * step_bytes(self.format_name) // STEP))
-        start = code.b.mul(index, code.whole(4 * self.stride))
-        wide = []
-        for address in places[: self.rows]:
-            here = code.at(address, stored)
-            wide.append([load_plain(code, self.format_name, here, width)] if self.plain else load_step(code, self.format_name, here))
-        for part in range(self.stride // width):
+        for part in range(len(wide[0])):
             offset = code.b.add(start, code.whole(4 * width * part))
             for i, address in enumerate(kept):
                 code.store(wide[i][part], code.at(address, offset))

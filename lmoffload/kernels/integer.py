@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from lmoffload.kernels.bytes_dot import CHUNK, BytesDot
 from lmoffload.kernels.code import ADDRESS, F32, I8, I16, I32, I64, Code, Compiled, Machine, V, host_machine
-from lmoffload.kernels.stored import widen_fp16
+from lmoffload.kernels.halves import widen_fp16
 from lmoffload.kernels.tiled import TILE_ROWS
 from lmoffload.kernels.tokens import each_block, emit_pack
 from lmoffload_solver.formats import QUANTIZED

@@ -8,7 +8,7 @@ import torch
 
 from lmoffload.kernels.quantize import dequantize
 from lmoffload.kernels.tiled import is_tiled, unpack
-from lmoffload_solver.formats import FORMATS, format_of, stored_bytes
+from lmoffload_solver.formats import format_of, stored_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,7 @@ class Matrix:
 def reference_widen(matrix: Matrix) -> torch.Tensor:
     """The matrix as fp32 [n, k] with its row order applied, in plain torch.
 
-    Blocks are ggml's (https://github.com/ggml-org/ggml, ggml-common.h and `dequantize_row_*`): a block of 32 columns is an fp16 scale d
-    (q4_1: then an fp16 minimum m) and the codes; q8_0 is d * code, q4_0 is d * (code - 8), q4_1 is d * code + m. Byte i of a 4-bit block
-    holds column i in its low half and column i + 16 in its high half. The quantized formats are those of `tiled`.
+    Blocks are ggml's, widened by the `gguf` package's own `quants.dequantize`. The quantized formats are those of `tiled`.
     """
     if is_tiled(matrix.format):
         wide = dequantize(unpack(matrix.data, matrix.format, matrix.n, matrix.k))
@@ -71,13 +69,6 @@ def _widen_rows(rows: torch.Tensor, format_name: str) -> torch.Tensor:
         return rows.view(torch.bfloat16).float()
     if format_name == "fp16":
         return rows.view(torch.float16).float()
-    blocks = rows.view(rows.shape[0], -1, FORMATS[format_name].block_bytes)
-    scale = blocks[..., 0:2].contiguous().view(torch.float16).float()
-    if format_name == "q8_0":
-        return scale * blocks[..., 2:].contiguous().view(torch.int8).float()
-    start = 4 if format_name == "q4_1" else 2
-    codes = torch.cat((blocks[..., start:] & 15, blocks[..., start:] >> 4), dim=-1).float()
-    if format_name == "q4_0":
-        return scale * (codes - 8)
-    assert format_name == "q4_1", f"no reference widens {format_name}"
-    return scale * codes + blocks[..., 2:4].contiguous().view(torch.float16).float()
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[format_name.upper()]))

@@ -10,13 +10,14 @@ from llvmlite import ir
 
 from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, Machine, V, host_machine
 from lmoffload.kernels.dots import MOST_AT_ONCE, emit_sweep
-from lmoffload.kernels.stored import STEP, load_plain, load_step, step_bytes
+from lmoffload.kernels.k_quants import STEP
+from lmoffload.kernels.stored import load_plain, walk_steps
 from lmoffload.kernels.tile_floats import emit_tile_product, emit_tile_widen
 from lmoffload.kernels.tiled import is_tiled
 from lmoffload_solver.formats import FORMATS
 
 COLUMN_BLOCK = 1024
-"""Columns between two folds: six activation rows of it take 24 KiB of a first-level cache."""
+"""Columns between two folds: six activation rows of it take 24 KiB of a first-level cache. A multiple of every format's block."""
 
 SCRATCH_ROW_BYTES = 4 * COLUMN_BLOCK + 64
 """A row of widened weights; not a power of two, so that rows do not meet in one set of the cache."""
@@ -59,16 +60,16 @@ def emit_widen(module: ir.Module, machine: Machine, format_name: str) -> Code:
     def widen_row(row: V) -> None:
         here, there = code.row(source, row, source_row), code.row(target, row, target_row)
 
-        def widen_step(step: V) -> None:
-            vectors = load_step(code, format_name, code.row(here, step, code.whole(step_bytes(format_name))))
-            for i, vector in enumerate(vectors):
+        def widen_step(step: V, wide: list[list[V]], _: list[V]) -> list[V]:
+            for i, vector in enumerate(wide[0]):
                 code.store(vector, code.at(code.row(there, step, code.whole(4 * STEP)), 4 * code.width * i))
+            return []
 
         def widen_one(column: V) -> None:
             value = load_plain(code, format_name, code.row(here, column, code.whole(fmt.block_bytes)), None)
             code.store(value, code.row(there, column, code.whole(4)))
 
-        code.each(code.whole(0), steps, 1, widen_step)
+        walk_steps(code, format_name, [here], steps, [], widen_step)
         if fmt.block_elements == 1:
             code.each(tail_start, k, 1, widen_one)
 
@@ -83,7 +84,7 @@ def emit_product(module: ir.Module, machine: Machine, format_name: str) -> Code:
     the scratch while it multiplies, so that reading memory and computing overlap; the others find the panel in the cache.
     """
     sweep = emit_sweep(module, machine, format_name)
-    plain = format_name == "fp32"
+    plain, fmt = format_name == "fp32", FORMATS[format_name]
     keep, wide = (sweep, sweep) if plain else (emit_sweep(module, machine, format_name, keep=True), emit_sweep(module, machine, "fp32"))
     code = Code(module, machine, f"product_{format_name}", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64])
     weight, weight_row, rows, x, x_row, m, out, out_row, k, scratch, panel = code.arguments
@@ -98,7 +99,7 @@ def emit_product(module: ir.Module, machine: Machine, format_name: str) -> Code:
             count = code.least(size, b.sub(rows, first))
 
             def one_block(column: V) -> None:
-                stored = b.mul(b.sdiv(column, code.whole(STEP)), code.whole(step_bytes(format_name)))
+                stored = b.mul(b.sdiv(column, code.whole(fmt.block_elements)), code.whole(fmt.block_bytes))
                 here = code.at(code.row(weight, first, weight_row), stored)
                 xs, columns = code.row(x, column, code.whole(4)), code.least(code.whole(COLUMN_BLOCK), b.sub(k, column))
                 if not widened:

@@ -10,6 +10,8 @@ from llvmlite import ir
 from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Machine, V
 from lmoffload.kernels.dots import Rows, emit_sweep
 from lmoffload.kernels.functions import exp_of_negative, tanh
+from lmoffload.kernels.stored import load_plain
+from lmoffload_solver.formats import FORMATS
 
 GROUP_SIZES = (4, 2, 1)
 """Rows of weights that meet a value vector while it is in a register."""
@@ -20,7 +22,7 @@ SCORE_LANES = 16
 
 @dataclass(frozen=True)
 class Parts:
-    """Functions of a module that both attentions call: scores, weights, and sums of values."""
+    """Functions that prefill attention calls: scores, weights, and sums of values."""
 
     sweep: Code
     softmax: Code
@@ -29,7 +31,7 @@ class Parts:
 
 def emit_parts(module: ir.Module, machine: Machine) -> Parts:
     """Emit them."""
-    return Parts(emit_sweep(module, machine, "fp32"), emit_softmax(module, machine), emit_mix(module, machine))
+    return Parts(emit_sweep(module, machine, "fp32"), emit_softmax(module, machine), emit_mix(module, machine, "fp32"))
 
 
 def score_floats(rows: int, keys: int) -> int:
@@ -93,11 +95,12 @@ def emit_softmax(module: ir.Module, machine: Machine) -> Code:
     return code.end()
 
 
-def emit_mix(module: ir.Module, machine: Machine) -> Code:
-    """Emit mix(weights, weight_row, group, values, value_row, count, out, out_row, dim): out[g] += sum of weights[g, t] * values[t]."""
+def emit_mix(module: ir.Module, machine: Machine, format_name: str) -> Code:
+    """Emit mix(weights, weight_row, group, values, value_row, count, out, out_row, dim): out[g] += sum of weights[g, t] * values[t], values
+    in a format without blocks."""
     code = Code(module, machine, "mix", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64], internal=True)
     weights, weight_row, group, values, value_row, count, out, out_row, dim = code.arguments
-    b, four = code.b, code.whole(4)
+    b, four, element = code.b, code.whole(4), code.whole(FORMATS[format_name].block_bytes)
     most = 4 if code.width == 16 else 2
 
     def heads(first: V, size: int) -> None:
@@ -108,7 +111,7 @@ def emit_mix(module: ir.Module, machine: Machine) -> Code:
 
             def key(t: V, sums: list[V]) -> list[V]:
                 line = code.row(values, t, value_row)
-                parts = [code.load(F32, code.row(line, place, four), width) for place in places]
+                parts = [load_plain(code, format_name, code.row(line, place, element), width) for place in places]
                 scales = [code.splat(code.load(F32, code.row(weight_rows.at(code, g), t, four)), width) for g in range(size)]
                 return [code.fma(scales[n // vectors], parts[n % vectors], total) for n, total in enumerate(sums)]
 

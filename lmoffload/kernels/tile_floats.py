@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from llvmlite import ir
 
 from lmoffload.kernels.code import ADDRESS, F32, I8, I16, I32, I64, Code, Machine, V
-from lmoffload.kernels.stored import widen_fp16
+from lmoffload.kernels.halves import widen_fp16
 from lmoffload.kernels.tiled import TILE_ROWS
 from lmoffload.kernels.tokens import each_block
 from lmoffload_solver.formats import QUANTIZED

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lmoffload.kernels.attention import attention_kernels
+from lmoffload.kernels.attention import prefill_kernel
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
-from lmoffload.modeling.linear import BoundHead, BoundLinear
+from lmoffload.modeling.experts import BoundExperts
+from lmoffload.modeling.linear import BoundHead, BoundLinear, BoundWeight
 from lmoffload.modeling.rotary import bind_rotary
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.model import ModelShape
+from lmoffload_solver.model import ModelShape, TensorShape
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
@@ -61,15 +62,9 @@ def bind(
     fed: set[str] = set()
     names = {module: name for name, module in model.named_modules()}
     for tensor in shape.tensors:
-        if not tensor.is_matrix or tensor.name in (shape.embedding.name, shape.head.name):
-            continue
-        owner = tensor.name.removesuffix(".weight")
-        module = _submodule(model, owner)
-        if not isinstance(module, nn.Linear):
-            raise StatedError(f"The tensor {tensor.name} is a matrix but {owner or 'its owner'} is not a linear layer.")
-        bias = vectors.get(f"{owner}.bias") if module.bias is not None else None
-        _replace(model, owner, BoundLinear(tensor.name, runtime, bias, unit=part_units.get(tensor.name)))
-        fed |= {tensor.name, f"{owner}.bias"}
+        if tensor.is_matrix and tensor.name not in (shape.embedding.name, shape.head.name):
+            _bind_matrix(model, tensor, runtime, vectors, part_units)
+            fed |= {tensor.name, f"{tensor.name.removesuffix('.weight')}.bias"}
     fed |= _bind_small_linears(model, runtime, vectors, exclude=head)
     head_bias = vectors.get(f"{names[head]}.bias") if getattr(head, "bias", None) is not None else None
     _replace(model, names[head], BoundHead(shape.vocab_size, runtime, head_bias))
@@ -91,7 +86,7 @@ def bind(
         raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
     bind_rotary(model, runtime)
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
-    attention_kernels()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
+    prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
 
 
 def lookup(model: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -101,6 +96,27 @@ def lookup(model: Any, rows: torch.Tensor) -> torch.Tensor:
     """
     model.get_input_embeddings().weight = nn.Parameter(rows, requires_grad=False)
     return torch.arange(rows.shape[0]).unsqueeze(0)
+
+
+def _bind_matrix(
+    model: Any, tensor: TensorShape, runtime: Runtime, vectors: Mapping[str, torch.Tensor], part_units: Mapping[str, int]
+) -> None:
+    """Put a module, or a weight, of ours where the model has that of a matrix: a linear layer, experts, or a router."""
+    owner, _, leaf = tensor.name.rpartition(".")
+    module = _submodule(model, owner)
+    if tensor.tensor_class == "experts":
+        if not isinstance(module, BoundExperts):
+            _replace(model, owner, BoundExperts(owner, module, runtime, part_units))
+        return
+    product = BoundLinear(tensor.name, runtime, None, unit=part_units.get(tensor.name))
+    if isinstance(module, nn.Linear):
+        product.bias = vectors.get(f"{owner}.bias") if module.bias is not None else None
+        _replace(model, owner, product)
+    elif leaf in dict(module.named_parameters(recurse=False)):
+        del module._parameters[leaf]
+        setattr(module, leaf, BoundWeight(product))
+    else:
+        raise StatedError(f"The tensor {tensor.name} is a matrix but {owner or 'its owner'} has no such weight.")
 
 
 def _bind_small_linears(model: nn.Module, runtime: Runtime, vectors: Mapping[str, torch.Tensor], exclude: nn.Module) -> set[str]:

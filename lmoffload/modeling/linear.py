@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
-from lmoffload.kernels.linear import linear
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.runtime import Runtime
 
@@ -32,8 +34,21 @@ class BoundLinear(nn.Module):
             self.runtime.reach(self.unit)
         matrix = self.runtime.weights.matrix(self.name) if self.own is None else self.own
         rows = x.reshape(-1, x.shape[-1])
-        out = linear(rows, matrix, self.runtime.kernel(matrix.format), self.runtime.pool, self.bias)
+        out = self.runtime.product(rows, matrix, self.bias)
         return out.view(*x.shape[:-1], matrix.n)
+
+
+class BoundWeight:
+    """Stands for a matrix that a forward of transformers gives to `torch.nn.functional.linear` itself, as routers of experts do."""
+
+    def __init__(self, product: BoundLinear) -> None:
+        self.product = product
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        assert function is torch.nn.functional.linear and len(args) == 2 and not kwargs, "only a product without bias takes this weight"
+        x, weight = args
+        return weight.product(x)
 
 
 class BoundHead(nn.Module):
@@ -53,9 +68,8 @@ class BoundHead(nn.Module):
             self.runtime.reach(unit)
             matrix, first, end = self.runtime.weights.head_piece(unit)
             bias = None if self.bias is None else self.bias[first:end]
-            kernel = self.runtime.kernel(matrix.format)
             if first == 0 and end == self.vocab_size:
-                out = linear(rows, matrix, kernel, self.runtime.pool, bias)
+                out = self.runtime.product(rows, matrix, bias)
             else:
-                out[:, first:end] = linear(rows, matrix, kernel, self.runtime.pool, bias)
+                out[:, first:end] = self.runtime.product(rows, matrix, bias)
         return out.unsqueeze(0)

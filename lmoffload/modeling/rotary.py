@@ -29,6 +29,11 @@ def bind_rotary(model: nn.Module, runtime: Runtime) -> None:
             module.forward = _row_by_row(module, runtime)
 
 
+def follows_length(config: Any) -> bool:
+    """Whether a token's rotary embedding depends on how long its sequence is: then a prompt cannot be computed in chunks."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in BY_LENGTH
+
+
 def switches_at(config: Any) -> int | None:
     """Length at which a sequence's rotary frequencies change for all its tokens (longrope), or None.
 

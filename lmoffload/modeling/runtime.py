@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,12 +21,40 @@ class Weights(Protocol):
     def matrix(self, name: str) -> Matrix:
         """The stored matrix of this parameter name, resident or in the current ring buffer."""
 
+    def expert(self, name: str, index: int) -> tuple[Matrix, ...]:
+        """The stored matrix [N, K] of one expert, or those that its rows are split into."""
+
     def head_piece(self, unit: int) -> tuple[Matrix, int, int]:
         """(matrix, first_row, end_row) of the output head that this unit computes."""
 
 
+class Watch(Protocol):
+    """Hears how long products and attention took."""
+
+    def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
+        """A product of `rows` rows of activations with a matrix."""
+
+    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None:
+        """Attention at a layer, over a sequence of each of these lengths."""
+
+
+class Unwatched:
+    """Hears nothing."""
+
+    def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None: ...
+    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None: ...
+
+
 class Batch(Protocol):
     """The micro-batch that computes now."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Tokens of each row, the newest included."""
+
+    @property
+    def attended_s(self) -> float:
+        """Seconds of the last `attend`, storing left out."""
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -51,14 +80,24 @@ class Batch(Protocol):
 class Runtime:
     """State shared by every swapped module of one model. All of it is used from one thread, between switches of greenlets."""
 
-    def __init__(self, weights: Weights, pool: Pool, head_units: tuple[int, ...]) -> None:
+    def __init__(self, weights: Weights, pool: Pool, head_units: tuple[int, ...], watch: Watch | None = None) -> None:
         self.weights = weights
+        self.watch: Watch = watch or Unwatched()
         self.pool = pool
         self.head_units = head_units
         self.kernel: Callable[[str], str] = _no_kernel
         """Linear kernel of the current phase for a stored format."""
         self.batch: Batch | None = None
         """The micro-batch that computes now."""
+
+    def product(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """rows fp32 [M, K] contiguous -> fp32 [M, N] with the current phase's kernel."""
+        from lmoffload.kernels.linear import linear
+
+        kernel, begin = self.kernel(matrix.format), time.perf_counter()
+        out = linear(rows, matrix, kernel, self.pool, bias)
+        self.watch.product(kernel, matrix, rows.shape[0], time.perf_counter() - begin)
+        return out
 
     @staticmethod
     def reach(unit: int) -> None:

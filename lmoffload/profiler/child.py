@@ -1,15 +1,22 @@
-"""What is measured in a process of its own: `python -m lmoffload.profiler.child base|default_threads FOLDER` prints one JSON document."""
+"""What is measured in a process of its own: `python -m lmoffload.profiler.child WHAT ARGUMENTS`; see `apart`.
+
+ARGUMENTS is a JSON object. One JSON object a line goes to standard output: {"told": ...} while it goes on, then {"answer": ...}, or
+{"stated": SENTENCE} where a stated error ends it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from lmoffload.environment import prepare_allocator, prepare_signals, prepare_threads
 from lmoffload_solver.errors import StatedError
 
 DEFAULT_ROWS = 4
@@ -17,45 +24,19 @@ DEFAULT_MATRICES = 4
 BASE_FORMATS = ("bf16", "q4_0")
 """A run compiles the kernels of its own formats: those of one, and of one block format."""
 N, K = 5632, 2048
-WAIT_VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
+
+Say = Callable[[dict[str, Any]], None]
 
 
-def ask_child(what: str, timeout_s: float, *, default_threads: bool = False) -> dict[str, Any]:
-    """Run a measurement in a fresh interpreter.
-
-    Args:
-        what: "base" or "default_threads".
-        timeout_s: it is killed after that.
-        default_threads: leave out of its environment what tells OpenMP how to wait.
-
-    Raises:
-        StatedError: it failed or took too long.
-    """
-    environment = {name: value for name, value in os.environ.items() if not default_threads or name not in WAIT_VARIABLES}
-    try:
-        # The child is killed when this is interrupted or the time is over, so that its files must be ours to remove.
-        with tempfile.TemporaryDirectory(prefix="lmoffload-profile-") as folder:
-            command = [sys.executable, "-m", "lmoffload.profiler.child", what, folder]
-            done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=True, text=True
-            )
-        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired as error:
-        raise StatedError(f"The measurement of {what} took more than {timeout_s:.0f} s.") from error
-    except (subprocess.CalledProcessError, OSError, ValueError, IndexError) as error:
-        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-        raise StatedError(f"The measurement of {what} failed: {' '.join(last)}") from error
-    return answer
-
-
-def _base(folder: Path) -> dict[str, Any]:
+def base(say: Say) -> dict[str, Any]:
     """Peak resident bytes after all that a run loads and compiles, for a model that is next to nothing."""
-    from lmoffload.environment import prepare_allocator, prepare_threads
-
     prepare_threads()
     prepare_allocator()
 
+    import highspy  # noqa: F401  a run is planned first, by the same process
     import torch
+
+    import lmoffload_solver.search  # noqa: F401
 
     torch.set_num_threads(1)
     from lmoffload.checkpoint import open_checkpoint
@@ -67,8 +48,9 @@ def _base(folder: Path) -> dict[str, Any]:
     from lmoffload.profiler.weights import random_blocks
     from lmoffload_solver.formats import stored_bytes
 
-    checkpoint = open_checkpoint(write_tiny_checkpoint(folder))
-    decode_times(checkpoint, rows=4, steps=8, threads=2, kernel=kernels_for("fp32")[0])
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = open_checkpoint(write_tiny_checkpoint(Path(folder)))
+        decode_times(checkpoint, rows=4, steps=8, threads=2, kernel=kernels_for("fp32")[0])
     with Pool(1) as pool:
         for format_name in BASE_FORMATS:
             matrix = Matrix(random_blocks(format_name)[: stored_bytes((64, 64), format_name)].clone(), format_name, 64, 64)
@@ -77,7 +59,7 @@ def _base(folder: Path) -> dict[str, Any]:
     return {"bytes": peak_resident_bytes()}
 
 
-def _default_threads(_folder: Path) -> dict[str, Any]:
+def default_threads(say: Say) -> dict[str, Any]:
     """Seconds of a decode-sized product as torch runs it when it is left alone."""
     import itertools
     from functools import partial
@@ -94,5 +76,46 @@ def _default_threads(_folder: Path) -> dict[str, Any]:
     return {"seconds": sample.median_s, "threads": torch.get_num_threads()}
 
 
+def profile(say: Say, disk_path: str, **choices: Any) -> dict[str, Any]:
+    """A whole profile."""
+    for remark in prepare_threads():
+        say({"remark": remark})
+    prepare_allocator()
+    from lmoffload.profiler.profile_machine import profile as measure
+
+    measured = measure(disk_path=Path(disk_path), on_progress=lambda progress: say(asdict(progress)), **choices)
+    return {"profile": measured.model_dump_json()}
+
+
+def disk(say: Say, path: str) -> dict[str, Any]:
+    """One disk, quickly."""
+    from lmoffload.profiler.disk import measure_disk
+
+    return {"disk": measure_disk(Path(path), quick=True).model_dump_json()}
+
+
+MEASUREMENTS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
+    {"base": base, "default_threads": default_threads, "profile": profile, "disk": disk}
+)
+
+
+def main(what: str, arguments: dict[str, Any]) -> int:
+    """Measure, and write what is said to standard output, which nothing else then reaches."""
+    prepare_signals()
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def write(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=lines, flush=True)
+
+    try:
+        write({"answer": MEASUREMENTS[what](lambda told: write({"told": told}), **arguments)})
+    except StatedError as error:
+        write({"stated": str(error)})
+    except (KeyboardInterrupt, BrokenPipeError):
+        os._exit(130)  # whoever asked has gone, and takes our files away
+    return 0
+
+
 if __name__ == "__main__":
-    print(json.dumps({"base": _base, "default_threads": _default_threads}[sys.argv[1]](Path(sys.argv[2]))))
+    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmoffload.profiler.child import DEFAULT_MATRICES, DEFAULT_ROWS, K, N, ask_child
+from lmoffload.profiler.apart import ask_child
+from lmoffload.profiler.child import DEFAULT_MATRICES, DEFAULT_ROWS, K, N
 from lmoffload.profiler.samples import repeat
 from lmoffload.profiler.weights import WeightSlab
 

@@ -13,7 +13,7 @@ from lmoffload.profiler.memory import rotation_bytes
 from lmoffload.profiler.overheads import product_s
 from lmoffload.profiler.samples import Sample, repeat
 from lmoffload.profiler.weights import WeightSlab
-from lmoffload_solver.formats import FORMATS
+from lmoffload_solver.formats import format_of
 from lmoffload_solver.machine import LinearCurve
 
 if TYPE_CHECKING:
@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
 QUICK_ROWS = (4, 16, 64, 256, 1024)
 """One row is computed as four."""
+QUICK_FEW_THREADS_ROWS = (4, 64)
+"""With fewer threads than there are, which few plans choose."""
 LEAST_POINTS = 2
 SHAPES = ((5632, 2048), (1536, 576))
 """[N, K]: the feed-forward layer of a 1.1B model, and that of a 135M one."""
 LARGE = 1 << 22
+LONG_S = 0.015
+"""A product that takes longer is run twice, without a warm-up."""
 MEMORY_SHARE = 6
 """Activations and outputs of one product take at most one part in this many of the usable memory."""
 
@@ -48,24 +52,27 @@ def linear_curves(
     budget_s: float,
     *,
     quick: bool,
-    formats: Sequence[str] | None = None,
+    formats: Sequence[str],
     tell: Callable[[str], None] = lambda what: None,
 ) -> tuple[tuple[LinearCurve, ...], tuple[str, ...]]:
-    """Curves of every kernel for the given stored formats (all by default), and remarks.
+    """Curves of every kernel for the given stored formats, and remarks.
 
     The hand-over to a pool that is awake, as it is here, is taken out of the times; costs add `Overheads.linear_call_s` for every layer.
     """
     num_bytes, beyond = rotation_bytes()
-    slab, rows = WeightSlab(num_bytes), QUICK_ROWS if quick else ROWS
+    slab = WeightSlab(num_bytes)
     call_s = {pool.threads: product_s(pool, 16, 16, budget_s * 0.01, 0.0) for pool in pools}
-    cases = list(_cases(pools, tuple(FORMATS) if formats is None else formats))
+    cases = list(_cases(pools, formats))
     end = time.perf_counter() + budget_s
     found, cut = [], 0
+    compile_kernels(formats)
     for index, case in enumerate(cases):
         tell(f"linear layers, {case.kernel} on {case.format}, {case.pool.threads} threads, {case.n} x {case.k}")
+        rows = ROWS if not quick else QUICK_ROWS if case.pool is pools[-1] else QUICK_FEW_THREADS_ROWS
+        matrices = slab.matrices(case.format, case.n, case.k)
         # Large shapes take ten times the work of small ones and are what runs spend their time on.
         share_s = (end - time.perf_counter()) * _weight(case) / sum(_weight(left) for left in cases[index:])
-        curve = _curve(case, slab, rows, max(0.0, share_s), beyond, call_s[case.pool.threads])
+        curve = _curve(case, matrices, rows, max(0.0, share_s), beyond, call_s[case.pool.threads])
         cut += curve.flops_per_s.x[-1] < rows[-1]
         found.append(curve)
     remarks = []
@@ -76,8 +83,7 @@ def linear_curves(
         )
     if cut:
         remarks.append(
-            f"{cut} of {len(found)} curves of linear layers end before {rows[-1]} rows, for want of time or memory; "
-            "rates are taken to be flat beyond."
+            f"{cut} of {len(found)} curves of linear layers end early, for want of time or memory; rates are taken to be flat beyond."
         )
     return tuple(found), tuple(remarks)
 
@@ -89,7 +95,20 @@ def _cases(pools: Sequence[Pool], formats: Sequence[str]) -> Iterator[Case]:
         for kernel in kernels_for(format_name):
             for pool in pools:
                 for n, k in SHAPES:
-                    yield Case(kernel, format_name, pool, n, k)
+                    if k % format_of(format_name).block_elements == 0:
+                        yield Case(kernel, format_name, pool, n, k)
+
+
+def compile_kernels(formats: Sequence[str]) -> None:
+    """Compile what the formats' kernels need, so that it does not take the time of the first curve of a format."""
+    import torch
+
+    from lmoffload.kernels.linear import KERNELS, kernels_for
+    from lmoffload.kernels.matrix import Matrix
+
+    for format_name in formats:
+        for kernel in kernels_for(format_name):
+            KERNELS[kernel].prepare(Matrix(torch.empty(0, dtype=torch.uint8), format_name, 0, 0))
 
 
 def _weight(case: Case) -> float:
@@ -97,22 +116,24 @@ def _weight(case: Case) -> float:
     return (1.0 if case.n * case.k > LARGE else 0.4) / math.sqrt(case.pool.threads)
 
 
-def _curve(case: Case, slab: WeightSlab, rows: Sequence[int], budget_s: float, beyond: bool, call_s: float) -> LinearCurve:
+def _curve(
+    case: Case, matrices: Iterator[Matrix], rows: Sequence[int], budget_s: float, beyond: bool, call_s: float
+) -> LinearCurve:
     """Rates at ascending M, for as long as another point is expected to fit the budget; two at least."""
     import torch
 
-    matrices = slab.matrices(case.format, case.n, case.k)
     most_rows = usable_memory() // MEMORY_SHARE // (4 * (case.k + 2 * case.n))
     end = time.perf_counter() + budget_s
     samples: list[Sample] = []
     for index, m in enumerate(rows):
         left_s = end - time.perf_counter()
-        # One warm-up and three runs, of a product that takes at most as much longer as it has more rows.
-        expected_s = 4 * samples[-1].median_s * m / rows[index - 1] if samples else 0.0
-        if index >= LEAST_POINTS and (expected_s > left_s * 1.5 or m > most_rows):
+        # A product takes at most as much longer as it has more rows.
+        expected_s = samples[-1].median_s * m / rows[index - 1] if samples else 0.0
+        is_long = expected_s > LONG_S
+        if index >= LEAST_POINTS and (expected_s * (2 if is_long else 4) > left_s * 1.5 or m > most_rows):
             break
         x = torch.randn(m, case.k, generator=torch.Generator().manual_seed(m))
-        samples.append(_sample(case, matrices, x, max(0.0, left_s) / (2 * (len(rows) - index)), call_s))
+        samples.append(_sample(case, matrices, x, max(0.0, left_s) / (2 * (len(rows) - index)), call_s, is_long))
     return LinearCurve(
         kernel=case.kernel,
         format=case.format,
@@ -124,8 +145,11 @@ def _curve(case: Case, slab: WeightSlab, rows: Sequence[int], budget_s: float, b
     )
 
 
-def _sample(case: Case, matrices: Iterator[Matrix], x: torch.Tensor, budget_s: float, call_s: float) -> Sample:
+def _sample(case: Case, matrices: Iterator[Matrix], x: torch.Tensor, budget_s: float, call_s: float, is_long: bool) -> Sample:
     from lmoffload.kernels.linear import linear
 
-    sample = repeat(lambda: linear(x, next(matrices), case.kernel, case.pool), budget_s)
+    def product() -> None:
+        linear(x, next(matrices), case.kernel, case.pool)
+
+    sample = repeat(product, budget_s, warmups=0 if is_long else 1, at_least=2 if is_long else 3)
     return Sample(max(sample.median_s - call_s, sample.median_s / 2), sample.spread, sample.count)

@@ -150,6 +150,7 @@ def _without_products(config: Any) -> Any:
 
     from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
     from lmoffload.modeling.build import build_model
+    from lmoffload.modeling.runtime import Unwatched
 
     class Free(nn.Module):
         def __init__(self, width: int) -> None:
@@ -160,11 +161,13 @@ def _without_products(config: Any) -> Any:
             return self.out[:, : x.shape[1]]
 
     class FreeBatch:
+        lengths, attended_s = (1,), 0.0
+
         def attend(self, _layer: int, query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
             return query
 
     class FreeRuntime:
-        batch = FreeBatch()
+        batch, watch = FreeBatch(), Unwatched()
 
     model = build_model(config)
     for name, module in list(model.named_modules()):

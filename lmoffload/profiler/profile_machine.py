@@ -9,32 +9,37 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmoffload.profiler.child import ask_child
+from lmoffload.profiler.apart import started
 from lmoffload.profiler.limits import read_limits
 from lmoffload.profiler.processor import host_processor, versions
 from lmoffload.profiler.progress import Clock, Progress
 from lmoffload.profiler.samples import UNSTEADY
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import FORMATS, QUANTIZED
 from lmoffload_solver.machine import AttentionCurve, HostLimits, LinearCurve, MachineProfile, MemoryRate
 
 if TYPE_CHECKING:
     from lmoffload.kernels.pool import Pool
 
-QUICK_S, FULL_S = 52.0, 280.0
+QUICK_S, FULL_S = 48.0, 275.0
 """Seconds in all, loading the libraries included; a little is left for what overruns."""
 SHARES = {
-    "base": (8.0, 8.0),
-    "disk": (15.0, 60.0),
-    "memory": (1.0, 5.0),
-    "links": (1.0, 10.0),
-    "linear": (15.0, 130.0),
-    "attention": (3.0, 25.0),
-    "overheads": (5.0, 20.0),
-    "contention": (2.5, 10.0),
-    "default threads": (4.0, 6.0),
+    "base": (9.0, 9.0),
+    "disk": (8.0, 50.0),
+    "memory": (3.0, 6.0),
+    "links": (0.5, 10.0),
+    "linear": (19.5, 135.0),
+    "conversion": (1.0, 4.0),
+    "attention": (5.0, 30.0),
+    "quantize": (0.2, 1.0),
+    "overheads": (7.5, 20.0),
+    "contention": (2.0, 12.0),
+    "default threads": (3.5, 6.0),
 }
 """Seconds of each stage, quick and full, when there is no more and no less than QUICK_S or FULL_S in all."""
 CHILD_TIMEOUT_S = 90.0
+ROOM_FOR_TWO_BYTES = 2 << 30
+"""From here on this process loads and compiles while the other one does."""
 
 
 def profile(
@@ -59,9 +64,12 @@ def profile(
     shares = {stage: seconds[0 if quick else 1] for stage, seconds in SHARES.items()}
     clock = Clock((QUICK_S if quick else FULL_S) if budget_s is None else budget_s, shares, on_progress)
     limits = read_limits()
-    # In its own process, and first: this one does not hold the libraries yet, and both must fit under a limit.
     clock.start("base")
-    base_bytes = int(ask_child("base", CHILD_TIMEOUT_S)["bytes"])
+    # In its own process, and first: this one does not hold the libraries yet, and both must fit under a limit.
+    with started("base", CHILD_TIMEOUT_S) as answer:
+        if limits.memory_usable_bytes >= ROOM_FOR_TWO_BYTES:
+            _load(measured_formats(formats, quick))
+        base_bytes = int(answer(lambda told: None)["bytes"])
     with _serial_torch():
         from lmoffload.kernels.pool import Pool
 
@@ -80,6 +88,28 @@ def thread_counts(cores: int, *, quick: bool) -> tuple[int, ...]:
     return tuple(sorted(n for n in {1, cores, *between} if 1 <= n <= cores))
 
 
+QUICK_FORMATS = ("fp32", "bf16", "fp16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k", *QUANTIZED)
+"""Formats of most files; the full profile has all of them."""
+
+
+def measured_formats(formats: Sequence[str] | None, quick: bool) -> tuple[str, ...]:
+    """The formats asked for, or all that this kind of profile has."""
+    if formats is not None:
+        return tuple(formats)
+    return QUICK_FORMATS if quick else (*FORMATS, *QUANTIZED)
+
+
+def _load(formats: Sequence[str]) -> None:
+    """What would otherwise be loaded and compiled while something waits to be measured."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from lmoffload.profiler.attention import compile_attention
+    from lmoffload.profiler.linear import compile_kernels
+
+    compile_kernels(formats)
+    compile_attention()
+
+
 def _measure(
     clock: Clock,
     pools: Sequence[Pool],
@@ -90,8 +120,9 @@ def _measure(
     base_bytes: int,
 ) -> MachineProfile:
     """Every stage in turn; each imports what it needs, since importing this module must load neither torch nor transformers."""
-    from lmoffload.profiler.attention import attention_curves
+    from lmoffload.profiler.attention import attention_curves, quantize_rates
     from lmoffload.profiler.contention import measure_contention
+    from lmoffload.profiler.conversion import conversion_rates
     from lmoffload.profiler.disk import read_disk
     from lmoffload.profiler.linear import linear_curves
     from lmoffload.profiler.links import link_curves
@@ -103,8 +134,10 @@ def _measure(
     readings = read_disk(disk_path, budget_s=clock.start("disk"), quick=quick, tell=tell)
     memory = memory_rates(pools, clock.start("memory"))
     links, link_remarks = link_curves(clock.start("links"), tell)
-    linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=formats, tell=tell)
+    linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=measured_formats(formats, quick), tell=tell)
+    rates = conversion_rates(pools[-1], tuple(QUANTIZED), clock.start("conversion"), tell)
     attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
+    rates += quantize_rates(pools[-1], clock.start("quantize"))
     overheads = measure_overheads(pools, clock.start("overheads"), readings.random_read_s, quick=quick, tell=tell)
     contention = measure_contention(disk_path, pools[-1], clock.start("contention"), disk_threads(readings.disk), tell)
     slowdown, thread_remarks = _default_threads(pools[-1], clock.start("default threads"))
@@ -121,6 +154,7 @@ def _measure(
         attention=attention,
         overheads=overheads,
         contention=contention,
+        rates=rates,
         base_bytes=base_bytes,
         versions=versions(),
         remarks=(*readings.remarks, *link_remarks, *linear_remarks, *steady_remarks, *thread_remarks),

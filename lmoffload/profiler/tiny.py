@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from lmoffload_solver.counting import kv_bytes
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.plan import (
     AttentionPlace,
@@ -89,7 +90,6 @@ def decode_times(checkpoint: Checkpoint, *, rows: int, steps: int, threads: int,
 def _resident_plan(checkpoint: Checkpoint, rows: int, tokens: int, threads: int, kernel: str) -> Plan:
     """Everything in memory, nothing predicted."""
     shape = checkpoint.shape
-    kv_bytes = rows * sum(4 * layer.num_kv_heads * (layer.key_dim + layer.value_dim) * tokens for layer in shape.layers)
     zero = Predicted(
         prefill_s=0, decode_s=0, total_s=0, tokens_per_s=0, decode_tokens_per_s=0, step_s=0, resources={}, peak_bytes={}, base_bytes=0
     )
@@ -109,7 +109,7 @@ def _resident_plan(checkpoint: Checkpoint, rows: int, tokens: int, threads: int,
             bytes={"host": sum(stored_bytes(t.shape, t.format) for t in shape.tensors), "disk": 0},
             tensors={t.name: TensorPlan(format=t.format, tier="host") for t in shape.tensors},
         ),
-        kv=KVPlan(format=KVFormat(key="fp32", value="fp32"), bytes={"host": kv_bytes}, homes=()),
+        kv=KVPlan(format=KVFormat(key="fp32", value="fp32"), bytes={"host": rows * kv_bytes(shape, tokens)}, homes=()),
         hidden=HiddenPlan(tier="host"),
         kernels=KernelsPlan(prefill=kernel, decode=kernel),
         threads={"compute": threads, "disk_io": 1},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from lmoffload_solver.formats import QUANTIZED, format_of, stored_bytes
@@ -16,6 +17,21 @@ if TYPE_CHECKING:
     from lmoffload.kernels.matrix import Matrix
 
 PATTERN_BLOCKS = 1 << 16
+SCALE_PLACES: Mapping[str, tuple[tuple[int, ...], float]] = MappingProxyType(
+    {
+        "q8_0": ((0,), 0.002),
+        "q4_0": ((0,), 0.002),
+        "q4_1": ((0, 2), 0.002),
+        "q5_0": ((0,), 0.002),
+        "q5_1": ((0, 2), 0.002),
+        "q2_k": ((80, 82), 0.002),
+        "q3_k": ((108,), 0.0005),
+        "q4_k": ((0, 2), 0.0002),
+        "q5_k": ((0, 2), 0.0001),
+        "q6_k": ((208,), 0.00002),
+    }
+)
+"""Bytes of a block at which fp16 scales (and minima) lie, and their size for weights of about 0.02."""
 LARGEST_MATRIX_BYTES = 4 * 5632 * 2048
 
 
@@ -63,7 +79,8 @@ def random_blocks(format_name: str) -> torch.Tensor:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[format_name]
         return values.to(dtype).view(torch.uint8)
     blocks = rng.integers(0, 256, (PATTERN_BLOCKS - 1, fmt.block_bytes), np.uint8)
-    num_scales = 2 if format_name == "q4_1" else 1
-    scales: npt.NDArray[np.float16] = rng.uniform(0.001, 0.003, (PATTERN_BLOCKS - 1, num_scales)).astype(np.float16)
-    blocks[:, : 2 * num_scales] = scales.view(np.uint8)
+    places, size = SCALE_PLACES[format_name]
+    scales: npt.NDArray[np.float16] = rng.uniform(size / 2, size * 1.5, (PATTERN_BLOCKS - 1, len(places))).astype(np.float16)
+    for i, place in enumerate(places):
+        blocks[:, place : place + 2] = scales[:, i : i + 1].view(np.uint8)
     return torch.from_numpy(blocks.reshape(-1))

@@ -19,12 +19,15 @@ def inspect_tables(model: Inspection) -> Iterator[RenderableType]:
 
 
 def _geometry(model: Inspection) -> Iterator[tuple[str, str]]:
-    yield "parameters", format_count(model.num_parameters)
+    active = f", {format_count(model.active_parameters)} of them for a token" if model.num_experts else ""
+    yield "parameters", f"{format_count(model.num_parameters)}{active}"
     files = f" in {model.num_files} files" if model.num_files > 1 else ""
     yield "weights", f"{format_bytes(model.weights_bytes)}{files}"
     yield "stored as", ", ".join(f"{name} {format_bytes(size)}" for name, size in model.format_bytes.items())
     yield "layers", f"{model.num_layers}, the largest of {format_bytes(model.layer_bytes)}"
     yield "hidden, intermediate", f"{model.hidden_size}, {model.intermediate_size}"
+    if model.num_experts:
+        yield "experts", f"{model.num_experts} of {model.expert_size} in {model.sparse_layers} layers, {model.experts_per_token} a token"
     yield "heads", f"{model.num_heads}, of keys and values {model.num_kv_heads}, of {model.head_dim} each"
     tied = ", the output head is the embedding table" if model.tied_head else ""
     yield "vocabulary", f"{model.vocab_size}{tied}"

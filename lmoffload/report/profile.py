@@ -31,6 +31,22 @@ def profile_tables(machine: MachineProfile) -> Iterator[RenderableType]:
                 for curve in machine.attention
             ),
         )
+    if machine.contention:
+        yield grid(
+            "Reading and computing at once, times slower than alone",
+            ("weights", "reading", "computing"),
+            (
+                (pair.format or "-", f"{pair.first_slowdown:.2f}", f"{pair.second_slowdown:.2f}")
+                for pair in machine.contention
+                if (pair.first, pair.second) == ("disk_read", "host_compute")
+            ),
+        )
+    if machine.rates:
+        yield grid(
+            "Quantizing and attending, amounts a second (see docs/profile.md)",
+            ("work", "format", "processor", "way", "rate"),
+            ((r.work.replace("_", " "), r.format or "-", r.tier, r.way, f"{r.per_s:.3g}") for r in machine.rates),
+        )
     if machine.links:
         yield grid(
             "Links",

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from lmoffload.profiler.progress import Progress as Profiling
 from lmoffload.units import format_remaining
+
+if TYPE_CHECKING:
+    from lmoffload.checkpoint import StoreProgress
 
 LINE_EVERY_S = 15.0
 """Where standard error is no terminal, a line this often."""
@@ -44,6 +49,17 @@ class ProgressBar:
         """The profiler has come to its next measurement."""
         whole_s = progress.elapsed_s + progress.remaining_s
         self.show(f"measuring: {progress.what}", progress.elapsed_s / whole_s if whole_s else 0.0, progress.remaining_s)
+
+    def show_store(self) -> Callable[[StoreProgress], None]:
+        """Shows how far the quantizing of weights is, and when it will end."""
+        begin_s = time.monotonic()
+
+        def show(progress: StoreProgress) -> None:
+            share = progress.done_bytes / max(progress.total_bytes, 1)
+            spent_s = time.monotonic() - begin_s
+            self.show(f"quantizing weights to {progress.format}", share, spent_s * (1 - share) / share if share else 0.0)
+
+        return show
 
     def __enter__(self) -> ProgressBar:
         if sys.stderr.isatty():

@@ -48,6 +48,8 @@ class Rate(Value):
     tier: Tier
     way: Way
     per_s: float = Field(gt=0)
+    format: str | None = None
+    """Of what is quantized or dequantized; None: of any."""
 
 
 class Source(Value):

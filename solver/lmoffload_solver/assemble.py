@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmoffload_solver import counting
+from lmoffload_solver.candidate import Candidate
 from lmoffload_solver.costs import COMPUTE_RESOURCE, READ_RESOURCE
-from lmoffload_solver.evaluate import Candidate, Evaluator, Simulated
+from lmoffload_solver.evaluate import Evaluator, Simulated
+from lmoffload_solver.loss import LossTable
 from lmoffload_solver.plan import (
     AttentionPlace,
     HiddenPlan,
     KernelsPlan,
     KVFormat,
     KVPlan,
+    LooserQuality,
     Named,
     Plan,
     Predicted,
@@ -22,6 +25,7 @@ from lmoffload_solver.plan import (
 )
 from lmoffload_solver.program import Program
 from lmoffload_solver.rounding import Placement
+from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
 from lmoffload_solver.workload import Workload
 
@@ -41,7 +45,9 @@ class Found:
     programs_solved: int = 0
 
 
-def assemble(evaluator: Evaluator, found: Found, digest: str, *, cut_short: bool) -> Plan:
+def assemble(
+    evaluator: Evaluator, found: Found, digest: str, losses: LossTable | None, looser: tuple[LooserQuality, ...], *, cut_short: bool
+) -> Plan:
     """The plan of a candidate and its placement."""
     model, workload, candidate = evaluator.model, evaluator.workload, found.candidate
     near: Tier = evaluator.tiers[0]
@@ -63,7 +69,7 @@ def assemble(evaluator: Evaluator, found: Found, digest: str, *, cut_short: bool
         attention=AttentionPlace(prefill=near, decode=near, host_share=1.0 if near == "host" else 0.0),
         weights=_weights(evaluator, tensors),
         kv=KVPlan(
-            format=KVFormat(key="fp32", value="fp32"),
+            format=KVFormat(key=candidate.variant.kv_format, value=candidate.variant.kv_format),
             bytes={near: evaluator.memory.kv_bytes(candidate.block_rows)},
             homes=tuple((layer, batch, near) for layer in range(model.num_layers) for batch in range(candidate.num_micro_batches)),
         ),
@@ -77,15 +83,17 @@ def assemble(evaluator: Evaluator, found: Found, digest: str, *, cut_short: bool
         shadow_prices=_shadow_prices(evaluator, candidate, tokens),
         solve_s=found.solve_s,
         programs_solved=found.programs_solved,
-        remarks=(*evaluator.machine.remarks, *_unused_quality(workload)),
+        loss=candidate.variant.loss(losses, candidate.kernels),
+        looser_quality=looser,
+        remarks=(*evaluator.machine.remarks, *_unused_quality(workload, candidate)),
     )
 
 
-def _unused_quality(workload: Workload) -> tuple[str, ...]:
+def _unused_quality(workload: Workload, candidate: Candidate) -> tuple[str, ...]:
     """A looser class that was allowed and is not made use of is told."""
-    if workload.quality == "exact":
+    if workload.quality == "exact" or candidate.variant.lossy_parts:
         return ()
-    return (f"Quality {workload.quality} is allowed, but on machines without a device only exact plans are made yet; this one is exact.",)
+    return (f"Quality {workload.quality} is allowed, and nothing it allows would be quicker by this machine's profile: the plan is exact.",)
 
 
 def peak_bytes(evaluator: Evaluator, candidate: Candidate, placement: Placement) -> int:
@@ -134,7 +142,7 @@ def _shadow_prices(evaluator: Evaluator, candidate: Candidate, tokens: int) -> t
         return ()
     gain = tokens / solution.total_s**2
     memory = max(0.0, solution.seconds_per_byte) * GIB * gain
-    disk = max(0.0, solution.waiting_s) / choices.read_bytes_per_s * GIGABYTE * gain
+    disk = max(0.0, solution.waiting_s) / evaluator.disk.best_rate(READ_REQUEST_BYTES) * GIGABYTE * gain
     resource = "weights_memory" if solution.duals.get("capacity.weights", 0.0) < 0 else "host_memory"
     return (
         ShadowPrice(resource=resource, unit="GiB", gain_tokens_per_s=memory),

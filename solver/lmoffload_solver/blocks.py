@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lmoffload_solver import counting
-from lmoffload_solver.costs import Array, LayerKind, MachineCosts, Phase
+from lmoffload_solver.costs import LayerKind, MachineCosts, Phase
+from lmoffload_solver.counting import Array
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.workload import Workload
 
@@ -89,6 +90,20 @@ def blocks_of(lengths: Sequence[int], block_rows: int) -> tuple[Block, ...]:
 
 
 @dataclass(frozen=True)
+class BatchSizes:
+    """The micro-batches of a block in a phase: different sizes, padded as they are computed, and how many there are of each."""
+
+    tokens: Array
+    counts: npt.NDArray[np.intp]
+    rows: Array
+    """Sequences: what the output head computes."""
+    row_counts: npt.NDArray[np.intp]
+    num_batches: int
+    total_tokens: float
+    """Not padded."""
+
+
+@dataclass(frozen=True)
 class StepSeconds:
     """Computing of one step of a block, contention left out."""
 
@@ -109,8 +124,10 @@ class StepSeconds:
 class JobCosts:
     """Computing costs of a job's blocks at one number of threads. Costs of a run of sequences are differences of running sums."""
 
-    def __init__(self, model: ModelShape, workload: Workload, costs: MachineCosts, steps: tuple[Step, ...] | None = None) -> None:
-        self.model, self.costs = model, costs
+    def __init__(
+        self, model: ModelShape, workload: Workload, costs: MachineCosts, steps: tuple[Step, ...] | None = None, kv_format: str = "fp32"
+    ) -> None:
+        self.model, self.costs, self.kv_format = model, costs, kv_format
         self.lengths = lengths_of(workload)
         self.steps = (Step(0, 1.0), *decode_steps(workload.gen_len)) if steps is None else steps
         """The prefill, then the decode steps that are priced."""
@@ -122,30 +139,52 @@ class JobCosts:
         self._tokens = _running(np.array(self.lengths, dtype=np.float64))
         self._attention = {step.step: [self._attention_sums(kind, step.step) for kind in self.kinds] for step in self.steps}
 
-    def steps_seconds(self, block: Block, micro_batch: int, phase: Phase, kernel: str) -> tuple[StepSeconds, ...]:
-        """Seconds of each sampled step of a phase of a block, cut into micro-batches of `micro_batch` sequences."""
+    def sizes(self, block: Block, micro_batch: int, phase: Phase) -> BatchSizes:
+        """How large the micro-batches of a block are in a phase."""
         starts = np.arange(block.first_row, block.end_row, micro_batch)
         ends = np.minimum(starts + micro_batch, block.end_row)
-        rows, row_counts = np.unique(_padded((ends - starts).astype(np.float64), counting.ROW_MULTIPLE), return_counts=True)
-        sizes, counts = np.unique(_padded((ends - starts).astype(np.float64), self._multiple), return_counts=True)
-        tokens = float(block.end_row - block.first_row)
-        if phase == "prefill":
-            exact = self._tokens[ends] - self._tokens[starts]
-            sizes, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
-            tokens = float(exact.sum())
-        linears = tuple(tuple(float((one * counts).sum()) for one in self.costs.linear_seconds(kind, kernel, sizes)) for kind in self.kinds)
-        rests = [float((self.costs.rest_seconds(kind, sizes) * counts).sum()) for kind in self.kinds]
-        layers = [sum(of_kind) + rest for of_kind, rest in zip(linears, rests, strict=True)]
+        num_rows = (ends - starts).astype(np.float64)
+        exact = self._tokens[ends] - self._tokens[starts] if phase == "prefill" else num_rows
+        tokens, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
+        rows, row_counts = np.unique(_padded(num_rows, counting.ROW_MULTIPLE), return_counts=True)
+        return BatchSizes(tokens, counts, rows, row_counts, len(starts), float(exact.sum()))
+
+    def linear_seconds(self, sizes: BatchSizes, kernel: str) -> tuple[tuple[float, ...], ...]:
+        """Per kind of layer, each linear layer of one layer over all micro-batches."""
+        return tuple(
+            tuple(float((one * sizes.counts).sum()) for one in self.costs.linear_seconds(kind, kernel, sizes.tokens)) for kind in self.kinds
+        )
+
+    def rest_seconds(self, block: Block, sizes: BatchSizes, step: int) -> tuple[float, ...]:
+        """Per kind of layer, what is no linear layer of one layer over all micro-batches at a sampled step."""
+        fixed = [float((self.costs.rest_seconds(kind, sizes.tokens) * sizes.counts).sum()) for kind in self.kinds]
+        sums = self._attention[step]
+        return tuple(one + float(s[block.end_row] - s[block.first_row]) for one, s in zip(fixed, sums, strict=True))
+
+    def head_seconds(self, sizes: BatchSizes, kernel: str) -> float:
+        """The whole output head, all micro-batches."""
+        return float((self.costs.head_seconds(self.model, kernel, sizes.rows) * sizes.row_counts).sum())
+
+    def piece_seconds(self, sizes: BatchSizes) -> float:
+        """What one more switch of micro-batch within a layer or the head costs."""
+        return self.costs.machine.overheads.call_s(self.costs.compute_threads) * sizes.num_batches
+
+    def around_seconds(self, block: Block, sizes: BatchSizes) -> float:
+        """What a step costs outside the layers and the head's product."""
         overheads = self.costs.machine.overheads
-        head = float((self.costs.head_seconds(self.model, kernel, rows) * row_counts).sum())
-        around = overheads.step_s * len(starts) + overheads.row_s * (block.end_row - block.first_row)
-        lookup = self.costs.lookup_seconds(self.model, on_disk=True) * tokens
+        return overheads.step_s * sizes.num_batches + overheads.row_s * (block.end_row - block.first_row)
+
+    def steps_seconds(self, block: Block, micro_batch: int, phase: Phase, kernel: str) -> tuple[StepSeconds, ...]:
+        """Seconds of each sampled step of a phase of a block, cut into micro-batches of `micro_batch` sequences."""
+        sizes = self.sizes(block, micro_batch, phase)
+        linears = self.linear_seconds(sizes, kernel)
+        head, piece, around = self.head_seconds(sizes, kernel), self.piece_seconds(sizes), self.around_seconds(block, sizes)
+        lookup = self.costs.lookup_seconds(self.model, on_disk=True) * sizes.total_tokens
         found = []
         for step in self.steps[:1] if phase == "prefill" else self.steps[1:]:
-            sums = self._attention[step.step]
-            with_attention = tuple(one + float(s[block.end_row] - s[block.first_row]) for one, s in zip(layers, sums, strict=True))
-            piece = overheads.call_s(self.costs.compute_threads) * len(starts)
-            found.append(StepSeconds(with_attention, linears, head, piece, around, lookup))
+            rests = self.rest_seconds(block, sizes, step.step)
+            layers = tuple(sum(of_kind) + rest for of_kind, rest in zip(linears, rests, strict=True))
+            found.append(StepSeconds(layers, linears, head, piece, around, lookup))
         return tuple(found)
 
     def part_seconds(self, layer: int, seconds: StepSeconds, computes: Sequence[int], begins: bool) -> float:
@@ -170,9 +209,9 @@ class JobCosts:
     def _attention_sums(self, kind: LayerKind, step: int) -> Array:
         lengths, inverse = self._distinct
         if step == 0:
-            seconds = self.costs.prefill_attention_seconds(kind.shape, lengths)
+            seconds = self.costs.prefill_attention_seconds(kind.shape, lengths, self.kv_format)
         else:
-            seconds = self.costs.decode_attention_seconds(kind.shape, [length + step for length in lengths])
+            seconds = self.costs.decode_attention_seconds(kind.shape, [length + step for length in lengths], self.kv_format)
         return _running(seconds[inverse])
 
 

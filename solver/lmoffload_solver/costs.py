@@ -8,21 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import AttentionCurve, Curve, Disk, LinearCurve, MachineProfile
-from lmoffload_solver.model import LayerShape, ModelShape
+from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
+from lmoffload_solver.plan import kernel_for
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
 
-Array = npt.NDArray[np.float64]
+Array = counting.Array
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 COMPUTE_RESOURCE: dict[Tier, Resource] = {"device": "device", "host": "host_compute"}
 """The server that computes where a tier's memory is."""
@@ -127,8 +128,9 @@ class LinearCosts:
         return tuple(dict.fromkeys(kernel for kernel, fmt in self._curves if fmt == format_name))
 
     def kernel_for(self, kernel: str, format_name: str) -> str:
-        """`kernel`, or where it was not measured for this format the kernel that takes every format, or the first that was measured."""
-        for name in (kernel, ANY_FORMAT_KERNEL):
+        """What of a planned `kernel` is for this format (`plan.kernel_for`), or where that was not measured the kernel that takes every
+        format, or the first that was measured."""
+        for name in (kernel_for(kernel, format_name), ANY_FORMAT_KERNEL):
             if (name, format_name) in self._curves:
                 return name
         return self.kernels(format_name)[0]
@@ -178,12 +180,40 @@ class DiskCosts:
         rate = float(rate_at(curve, num_bytes / num_requests))
         return num_bytes / rate + (latency.latency_s if latency is not None else 0.0)
 
-    @cached_property
-    def best_read_rate(self) -> float:
-        """Bytes per second that no unit's read exceeds."""
+    def best_rate(self, largest_bytes: float) -> float:
+        """Bytes per second that no read of a unit of at most `largest_bytes` exceeds."""
+        size = min(max(largest_bytes, 1.0), READ_REQUEST_BYTES)
         curves = self._read.values()
-        within = [rate for c in curves for size, rate in zip(c.x, c.y, strict=True) if size <= READ_REQUEST_BYTES]
-        return max([*within, *(float(rate_at(curve, READ_REQUEST_BYTES)) for curve in curves)])
+        within = [rate for c in curves for at, rate in zip(c.x, c.y, strict=True) if at <= size]
+        return max([*within, *(float(rate_at(curve, size)) for curve in curves)])
+
+
+@dataclass(frozen=True)
+class Product:
+    """A linear layer [N, K], or one of whose `num_experts` matrices, each in `parts` of that size, a token meets `per_token`."""
+
+    format: str
+    n: int
+    k: int
+    num_experts: int = 1
+    per_token: int = 1
+    parts: int = 1
+
+    @staticmethod
+    def of(model: ModelShape, tensor: TensorShape) -> Product:
+        """The product of a matrix or of a layer's experts."""
+        rows, columns = counting.matrix_size(tensor)
+        experts = tensor.num_experts
+        parts = max(1, tensor.num_runs // experts)
+        return Product(tensor.format, rows // experts // parts, columns, experts, counting.experts_met(model, tensor), parts)
+
+    def calls_and_rows(self, tokens: Array) -> tuple[Array, Array]:
+        """Matrices that `tokens` tokens are multiplied with, and the rows, padded, that each meets: as expected where they are experts."""
+        if self.num_experts == 1:
+            return np.ones_like(tokens), tokens
+        calls = counting.experts_hit(self.num_experts, self.per_token, tokens)
+        rows = self.per_token * tokens / calls / counting.ROW_MULTIPLE
+        return self.parts * calls, np.ceil(rows) * counting.ROW_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -191,16 +221,16 @@ class LayerKind:
     """Decoder layers that cost the same."""
 
     shape: LayerShape
-    matrices: tuple[tuple[str, int, int], ...]
-    """(format, N, K) of each linear layer."""
+    products: tuple[Product, ...]
+    """Of each linear layer."""
     elementwise_bytes: int
     """Per token."""
 
     @staticmethod
     def of(model: ModelShape, layer: int) -> LayerKind:
         """The kind of one layer of a model."""
-        matrices = tuple((t.format, *counting.matrix_size(t)) for t in counting.layer_matrices(model, layer))
-        return LayerKind(model.layers[layer], matrices, counting.elementwise_bytes(model, layer, 1))
+        products = tuple(Product.of(model, tensor) for tensor in counting.layer_matrices(model, layer))
+        return LayerKind(model.layers[layer], products, counting.elementwise_bytes(model, layer, 1))
 
 
 class MachineCosts:
@@ -211,7 +241,11 @@ class MachineCosts:
         self.compute_threads = compute_threads
         self.linear = LinearCosts(machine.linear, compute_threads)
         self.contention = Contention.of(machine, "disk_read", "host_compute")
-        self._attention = {phase: _attention_curve(machine, phase, compute_threads) for phase in ("prefill", "decode")}
+        self._attention_curve = cache(lambda phase, kv_format: attention_curve(machine, phase, kv_format, compute_threads).rate)
+        self._quantize_per_s = {
+            rate.format: rate.per_s for rate in machine.rates if (rate.work, rate.tier, rate.way) == ("quantize", "host", "fused")
+        }
+        """Elements of keys and values per second, by format."""
 
     def layer_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> Array:
         """Seconds of one decoder layer over micro-batches of `tokens` (padded) tokens, attention left out:
@@ -221,7 +255,11 @@ class MachineCosts:
     def linear_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> list[Array]:
         """Seconds of each linear layer of a decoder layer, its hand-over to the pool included."""
         call = self.machine.overheads.call_s(self.compute_threads)
-        return [call + self.linear.seconds(kernel, *matrix, tokens) for matrix in kind.matrices]
+        seconds = []
+        for product in kind.products:
+            calls, rows = product.calls_and_rows(np.asarray(tokens, dtype=np.float64))
+            seconds.append(calls * (call + self.linear.seconds(kernel, product.format, product.n, product.k, rows)))
+        return seconds
 
     def rest_seconds(self, kind: LayerKind, tokens: Array) -> Array:
         """Seconds of a decoder layer outside its linear layers and its attention."""
@@ -232,16 +270,24 @@ class MachineCosts:
         """Seconds of the output head over one token of each of `rows` (padded) sequences, its hand-over to the pool left out."""
         return self.linear.seconds(kernel, model.head.format, *counting.matrix_size(model.head), rows)
 
-    def prefill_attention_seconds(self, shape: LayerShape, lengths: Sequence[int]) -> Array:
-        """Seconds of one layer's attention over each prompt."""
+    def prefill_attention_seconds(self, shape: LayerShape, lengths: Sequence[int], kv_format: str = "fp32") -> Array:
+        """Seconds of one layer's attention over each prompt, and of quantizing its keys and values."""
         flops = np.array([counting.prefill_attention_flops(shape, length) for length in lengths])
-        return np.asarray(flops / rate_at(self._attention["prefill"], np.asarray(lengths, dtype=np.float64)))
+        kept = np.array([counting.kv_tokens(shape, length) for length in lengths], dtype=np.float64)
+        seconds = flops / rate_at(self._attention_curve("prefill", "fp32"), np.asarray(lengths, dtype=np.float64))
+        return np.asarray(seconds + self._quantize_seconds(shape, kept, kv_format))
 
-    def decode_attention_seconds(self, shape: LayerShape, contexts: Sequence[int]) -> Array:
-        """Seconds of one layer's attention over each sequence, `contexts` tokens long with the newest."""
-        read = np.array([counting.decode_attention_bytes(shape, context) for context in contexts], dtype=np.float64)
+    def decode_attention_seconds(self, shape: LayerShape, contexts: Sequence[int], kv_format: str = "fp32") -> Array:
+        """Seconds of one layer's attention over each sequence, `contexts` tokens long with the newest: its keys and values read once and
+        dequantized as they are, the newest token's quantized."""
+        read = np.array([counting.decode_attention_bytes(shape, context, kv_format, kv_format) for context in contexts], dtype=np.float64)
         kept = np.array([counting.kv_tokens(shape, context) for context in contexts], dtype=np.float64)
-        return np.asarray(read / rate_at(self._attention["decode"], kept))
+        seconds = read / rate_at(self._attention_curve("decode", kv_format), kept)
+        return np.asarray(seconds + self._quantize_seconds(shape, np.ones(len(kept)), kv_format))
+
+    def _quantize_seconds(self, shape: LayerShape, tokens: Array, kv_format: str) -> Array:
+        elements = shape.num_kv_heads * (shape.key_dim + shape.value_dim) * tokens
+        return np.asarray(elements / self._quantize_per_s.get(kv_format, float("inf")))
 
     def lookup_seconds(self, model: ModelShape, on_disk: bool) -> float:
         """Seconds of one token's embedding: a random read of its row where the table is on disk, several in flight, else part of the
@@ -249,7 +295,7 @@ class MachineCosts:
         if not on_disk:
             return 0.0
         latency = self.machine.overheads.random_read_s / self.disk.io_threads
-        return latency + counting.row_bytes(model.embedding) / self.disk.best_read_rate
+        return latency + counting.row_bytes(model.embedding) / self.disk.best_rate(READ_REQUEST_BYTES)
 
 
 def num_requests(piece_bytes: Sequence[int]) -> int:
@@ -257,10 +303,11 @@ def num_requests(piece_bytes: Sequence[int]) -> int:
     return sum(-(-size // READ_REQUEST_BYTES) for size in piece_bytes)
 
 
-def _attention_curve(machine: MachineProfile, phase: str, threads: int) -> Curve:
+def attention_curve(machine: MachineProfile, phase: str, kv_format: str, threads: int) -> AttentionCurve:
     """The curve of the largest number of threads within `threads`, or of the smallest measured."""
-    curves: list[AttentionCurve] = [curve for curve in machine.attention if curve.phase == phase]
+    curves: list[AttentionCurve] = [curve for curve in machine.attention if (curve.phase, curve.format) == (phase, kv_format)]
     if not curves:
-        raise StatedError(f"The machine profile {machine.name!r} has no {phase} attention curve; run `lmoffload profile` again.")
+        what = f"{phase} attention over {kv_format} keys and values"
+        raise StatedError(f"The machine profile {machine.name!r} has no {what} measured; run `lmoffload profile` again.")
     within = [curve for curve in curves if curve.threads <= threads]
-    return (max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)).rate
+    return max(within, key=lambda c: c.threads) if within else min(curves, key=lambda c: c.threads)

@@ -5,12 +5,18 @@ Class "exact" on the CPU: hidden states, keys and values are fp32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd, prod
 
-from lmoffload_solver.formats import format_of, stored_bytes
+import numpy as np
+import numpy.typing as npt
+
+from lmoffload_solver.formats import KV_LINE_BYTES, LINE_ELEMENTS, PARAMETER_BYTES, format_of, stored_bytes
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
-from lmoffload_solver.schedule import Unit
+from lmoffload_solver.schedule import PAGE_BYTES, Spilled, Unit
 from lmoffload_solver.value import TensorClass
+
+Array = npt.NDArray[np.float64]
 
 ACTIVATION_BYTES = 4
 """Bytes of one fp32 activation."""
@@ -30,12 +36,17 @@ def token_multiple(model: ModelShape) -> int:
     code behind the vectorised one, whose last bits may differ."""
     sizes = [model.hidden_size, model.intermediate_size]
     sizes += [size for layer in model.layers for size in (layer.key_dim, layer.value_dim)]
+    sizes += [model.expert_size] * (model.expert_size > 0) + [1] * model.has_scalar_gates
     return max(ROW_MULTIPLE, *(VECTOR_ELEMENTS // gcd(VECTOR_ELEMENTS, size) for size in sizes))
 
 
 def padded(count: int, multiple: int = ROW_MULTIPLE) -> int:
     """Tokens or rows that are computed for `count`."""
     return -(-count // multiple) * multiple
+
+
+NEWEST_FORMAT = "bf16"
+"""Of the newest keys, fewer than 32, whose channels cannot be quantized yet."""
 
 
 # Weights
@@ -97,9 +108,14 @@ def moved_bytes(units: tuple[Unit, ...]) -> int:
 
 
 def kv_bytes_per_token(layer: LayerShape, key_format: str = "fp32", value_format: str = "fp32") -> int:
-    """Bytes of one token's keys and values at one layer: kv_heads · (key_dim · key bits + value_dim · value bits) / 8."""
-    key = stored_bytes((layer.num_kv_heads, layer.key_dim), key_format)
-    return key + stored_bytes((layer.num_kv_heads, layer.value_dim), value_format)
+    """Bytes that one more token of a long sequence takes at one layer: kv_heads · (key_dim · key bits + value_dim · value bits) / 8."""
+    key, value = (
+        key_group_bytes(layer.key_dim, key_format)
+        if key_format in KV_LINE_BYTES
+        else LINE_ELEMENTS * value_token_bytes(layer.key_dim, key_format),
+        LINE_ELEMENTS * value_token_bytes(layer.value_dim, value_format),
+    )
+    return -(-layer.num_kv_heads * (key + value) // LINE_ELEMENTS)
 
 
 def kv_tokens(layer: LayerShape, tokens: int) -> int:
@@ -107,9 +123,67 @@ def kv_tokens(layer: LayerShape, tokens: int) -> int:
     return tokens if layer.window is None else min(tokens, layer.window)
 
 
+def key_room(layer: LayerShape, tokens: int, key_format: str) -> int:
+    """What a head's keys have room for in a sequence of up to `tokens` tokens: tokens, or whole groups of 32 where they are quantized."""
+    if key_format not in KV_LINE_BYTES:
+        return kv_tokens(layer, tokens)
+    groups = tokens // LINE_ELEMENTS
+    return groups if layer.window is None else min(groups, -(-layer.window // LINE_ELEMENTS))
+
+
+def key_group_bytes(key_dim: int, key_format: str) -> int:
+    """Bytes of a quantized group of 32 tokens' keys of one head: for each channel, a line of codes and its parameter."""
+    return key_dim * (KV_LINE_BYTES[key_format] + PARAMETER_BYTES)
+
+
+def key_head_bytes(key_dim: int, room: int, key_format: str) -> int:
+    """Bytes of one head's keys of one sequence with a `key_room`; the newest 32 tokens of quantized keys have room in bf16."""
+    if key_format not in KV_LINE_BYTES:
+        return room * key_dim * _size(key_format)
+    return room * key_group_bytes(key_dim, key_format) + LINE_ELEMENTS * key_dim * _size(NEWEST_FORMAT)
+
+
+def value_token_bytes(value_dim: int, value_format: str) -> int:
+    """Bytes of one head's values of one token; where they are quantized, as whole lines of 32 channels."""
+    if value_format not in KV_LINE_BYTES:
+        return value_dim * _size(value_format)
+    return num_lines(value_dim) * (KV_LINE_BYTES[value_format] + PARAMETER_BYTES)
+
+
+def num_lines(channels: int) -> int:
+    """Lines of 32 that hold a token's channels."""
+    return -(-channels // LINE_ELEMENTS)
+
+
+def layer_kv_bytes(layer: LayerShape, tokens: int, key_format: str = "fp32", value_format: str = "fp32") -> int:
+    """Bytes of one sequence's keys and values at a layer, with room for `tokens` tokens."""
+    key = key_head_bytes(layer.key_dim, key_room(layer, tokens, key_format), key_format)
+    return layer.num_kv_heads * (key + kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format))
+
+
+def spilled(layer: LayerShape, row_tokens: Sequence[int], key_format: str = "fp32", value_format: str = "fp32") -> Spilled:
+    """Keys and values of a micro-batch at a layer as they lie on the disk, keys and values each in whole pages. A new token touches a page
+    of each head's keys and of its values, of quantized ones a page of codes and one of parameters for every 32 channels."""
+    heads, rooms = layer.num_kv_heads, [key_room(layer, tokens, key_format) for tokens in row_tokens]
+    key = sum(heads * key_head_bytes(layer.key_dim, room, key_format) for room in rooms)
+    value = sum(heads * kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format) for tokens in row_tokens)
+    size = whole_pages(key) + whole_pages(value)
+    pages = 1 + (2 * num_lines(layer.value_dim) if value_format in KV_LINE_BYTES else 1)
+    return Spilled(size, min(size, len(row_tokens) * heads * pages * PAGE_BYTES))
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Bytes of the pages that hold `num_bytes`."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def kv_bytes(model: ModelShape, tokens: int, key_format: str = "fp32", value_format: str = "fp32") -> int:
     """Bytes of one sequence's keys and values over all layers, with room for `tokens` tokens."""
-    return sum(kv_tokens(layer, tokens) * kv_bytes_per_token(layer, key_format, value_format) for layer in model.layers)
+    return sum(layer_kv_bytes(layer, tokens, key_format, value_format) for layer in model.layers)
+
+
+def _size(plain_format: str) -> int:
+    return format_of(plain_format).block_bytes
 
 
 def hidden_bytes(model: ModelShape, tokens: int) -> int:
@@ -134,8 +208,22 @@ def linear_flops(tokens: int, n: int, k: int) -> int:
 
 
 def layer_linear_flops(model: ModelShape, layer: int, tokens: int) -> int:
-    """FLOPs of a decoder layer's linear layers."""
-    return sum(linear_flops(tokens, *matrix_size(tensor)) for tensor in layer_matrices(model, layer))
+    """FLOPs of a decoder layer's linear layers; a token meets `experts_per_token` of a tensor's experts."""
+    return sum(
+        linear_flops(tokens, *matrix_size(tensor)) * experts_met(model, tensor) // tensor.num_experts
+        for tensor in layer_matrices(model, layer)
+    )
+
+
+def experts_met(model: ModelShape, tensor: TensorShape) -> int:
+    """Matrices of a tensor that one token is multiplied with."""
+    return model.experts_per_token if tensor.tensor_class == "experts" else 1
+
+
+def experts_hit(num_experts: int, per_token: int, tokens: Array) -> Array:
+    """Expected number of different experts that `tokens` tokens choose, each `per_token` of them, all alike likely and independently:
+    E · (1 − (1 − k / E) ^ tokens). All others are neither read from memory nor computed."""
+    return np.asarray(num_experts * (1.0 - (1.0 - per_token / num_experts) ** tokens))
 
 
 def head_flops(model: ModelShape, rows: int) -> int:
@@ -151,9 +239,16 @@ def prefill_attention_flops(layer: LayerShape, length: int) -> float:
     return 2 * layer.num_heads * (layer.key_dim + layer.value_dim) * pairs
 
 
-def decode_attention_bytes(layer: LayerShape, context: int) -> int:
+def decode_attention_bytes(layer: LayerShape, context: int, key_format: str = "fp32", value_format: str = "fp32") -> int:
     """KV bytes that one sequence's attention reads in a decode step with `context` tokens, the newest included."""
-    return kv_tokens(layer, context) * kv_bytes_per_token(layer)
+    kept = kv_tokens(layer, context)
+    if key_format not in KV_LINE_BYTES:
+        key = kept * layer.key_dim * _size(key_format)
+    else:
+        groups = context // LINE_ELEMENTS - (context - kept) // LINE_ELEMENTS
+        newest = context % LINE_ELEMENTS * layer.key_dim * _size(NEWEST_FORMAT)
+        key = groups * key_group_bytes(layer.key_dim, key_format) + newest
+    return layer.num_kv_heads * (key + kept * value_token_bytes(layer.value_dim, value_format))
 
 
 def elementwise_bytes(model: ModelShape, layer: int, tokens: int) -> int:
@@ -161,13 +256,16 @@ def elementwise_bytes(model: ModelShape, layer: int, tokens: int) -> int:
 
     two norms (each reads, writes a normed copy, and rereads it: 3·hidden), two residual additions (read two, write one: 3·hidden);
     rotary embedding of q and k (two products, a rotated copy, a sum: 8 · their width); k and v appended to the cache (2 · their width);
-    activation and gate (read and write one, read two and write one: 5·intermediate).
+    activation and gate (read and write one, read two and write one: 5·intermediate, of all experts of a token);
+    a token gathered for each of its experts, their outputs weighted and added (read and write twice, read two and write one: 7·hidden).
     The profiler divides measured time by this count, so that only its proportions between models matter.
     """
     shape = model.layers[layer]
     query = shape.num_heads * shape.key_dim
     key, value = shape.num_kv_heads * shape.key_dim, shape.num_kv_heads * shape.value_dim
-    floats = 12 * model.hidden_size + 8 * (query + key) + 2 * (key + value) + 5 * model.intermediate_size
+    floats = 12 * model.hidden_size + 8 * (query + key) + 2 * (key + value) + 5 * model.mlp_width
+    if any(tensor.tensor_class == "experts" for tensor in model.by_layer[layer]):
+        floats += 7 * model.experts_per_token * model.hidden_size
     return ACTIVATION_BYTES * floats * tokens
 
 

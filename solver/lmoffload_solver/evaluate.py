@@ -1,4 +1,4 @@
-"""What a candidate costs: its bound, its whole-tensor placements and their simulated times."""
+"""What a candidate of one variant costs: its bound, its whole-tensor placements and their simulated times."""
 
 from __future__ import annotations
 
@@ -9,33 +9,19 @@ from functools import cache
 import numpy as np
 
 from lmoffload_solver import counting
-from lmoffload_solver.blocks import Block, JobCosts, StepSeconds, blocks_of, lengths_of
-from lmoffload_solver.costs import Array, Contention, DiskCosts, MachineCosts, Phase, chain_of, num_requests
-from lmoffload_solver.machine import Disk, MachineProfile
-from lmoffload_solver.memory import Capacity, JobMemory, Parts
+from lmoffload_solver.blocks import Block, JobCosts, StepSeconds
+from lmoffload_solver.bounds import StepSums, least_streamed, reading_bound_s, streaming_bound_s
+from lmoffload_solver.candidate import Candidate
+from lmoffload_solver.costs import Contention, Phase, num_requests
+from lmoffload_solver.counting import Array
+from lmoffload_solver.memory import Parts
 from lmoffload_solver.model import ModelShape
+from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Choices, ProgramStep, WeightClass
-from lmoffload_solver.rounding import Placement, Rounding, Stream
+from lmoffload_solver.rounding import Level, Placement, Rounding, Stream
+from lmoffload_solver.schedule import largest_read
 from lmoffload_solver.simulate import StepWork, pipeline
-from lmoffload_solver.threads import disk_threads
-from lmoffload_solver.workload import Limits, Workload
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """The discrete choices."""
-
-    micro_batch: int
-    num_micro_batches: int
-    threads: int
-    prefill_kernel: str
-    decode_kernel: str
-    prefetch_depth: int
-    stream: Stream = "layer"
-
-    @property
-    def block_rows(self) -> int:
-        return self.micro_batch * self.num_micro_batches
+from lmoffload_solver.variants import Variant
 
 
 @dataclass(frozen=True)
@@ -55,110 +41,63 @@ class Simulated:
 
 
 class Evaluator:
-    """Prices candidates of one job on one machine."""
+    """Prices candidates of one variant of a job."""
 
-    def __init__(self, model: ModelShape, machine: MachineProfile, disk: Disk, workload: Workload, limits: Limits) -> None:
-        self.model, self.machine, self.workload = model, machine, workload
-        self.capacity = Capacity.of(model, machine, limits)
-        self.memory = JobMemory(model, workload, machine.base_bytes)
+    def __init__(self, prices: Prices, variant: Variant) -> None:
+        self.prices, self.variant = prices, variant
+        self.machine, self.workload, self.capacity, self.tiers = prices.machine, prices.workload, prices.capacity, prices.tiers
+        self.disk, self.io_threads = prices.disk, prices.io_threads
+        model = self.model = prices.kept(variant)
+        self.memory = prices.memory(variant.kv_format)
         self.roundings: dict[Stream, Rounding] = {"layer": Rounding(model, "layer"), "matrix": Rounding(model, "matrix")}
-        self._least_bytes = min(rounding.least().memory_bytes for rounding in self.roundings.values())
         self.head_bytes = counting.tensor_bytes(model.head)
-        self.io_threads = disk_threads(disk)
-        self.tiers = chain_of(machine)
         self.classes: dict[Stream, tuple[WeightClass, ...]] = {"layer": _classes(model, "layer"), "matrix": _classes(model, "matrix")}
         self.largest_unit: dict[Stream, int] = {
             stream: max(level.largest_part for ladder in rounding.ladders for level in ladder.levels)
             for stream, rounding in self.roundings.items()
         }
-        self.vectors_bytes = self.memory.vectors_bytes
-        self.disk = DiskCosts(disk, self.io_threads)
-        lengths = lengths_of(workload)
-        self.job = cache(lambda threads: JobCosts(model, workload, MachineCosts(machine, self.disk, threads)))
-        self.blocks = cache(lambda block_rows: blocks_of(lengths, block_rows))
         self.block_steps = cache(self._block_steps)
-        self.read_seconds = cache(self.disk.read_seconds)
+        self.sums = cache(self._sums)
 
     def room(self, candidate: Candidate, head_at_home: bool) -> int:
         """Bytes for homes and ring buffers of the matrices."""
-        return self.within_weights(self.capacity.memory_bytes - self.parts(candidate, head_at_home).total)
+        return self.prices.within_weights(self.capacity.memory_bytes - self.parts(candidate, head_at_home).total)
 
     def parts(self, candidate: Candidate, head_at_home: bool) -> Parts:
         """What else than the matrices takes memory."""
         sizes = candidate.micro_batch, candidate.num_micro_batches, candidate.threads
         return self.memory.parts(*sizes, head_streams=not head_at_home, layers_cut=candidate.stream == "matrix")
 
-    def all_fits(self, candidate: Candidate) -> bool:
-        """Nothing need stream."""
-        (rounding, *_) = self.roundings.values()
-        return rounding.all_bytes <= self.room(candidate, True)
+    def job(self, threads: int) -> JobCosts:
+        """Computing costs with a number of threads."""
+        return self.prices.job(threads, self.variant)
 
-    def may_fit(self, micro_batch: int, num_micro_batches: int, threads: int) -> bool:
-        """False where even the least placement leaves too little: nothing of such a block need be priced."""
-        parts = self.memory.parts(micro_batch, num_micro_batches, threads, head_streams=False, layers_cut=False)
-        return parts.total + self._least_bytes <= self.capacity.memory_bytes
+    def bound_s(self, candidate: Candidate) -> float:
+        """Seconds of the job that no placement of a candidate goes below (`bounds.Bounds`); infinite: none fits."""
+        depths = np.array([float(candidate.prefetch_depth)])
+        rounding, room = self.roundings[candidate.stream], self.room(candidate, True)
+        total = float(self.head_bytes + sum(c.num_bytes for c in self.classes[candidate.stream] if c.unit_bytes))
+        least = least_streamed(total, self.head_bytes, rounding.num_units, room, depths)
+        return float(self._streaming_bound_s(candidate, least)[0]) if np.isfinite(least[0]) else float("inf")
 
-    def within_weights(self, memory_bytes: int) -> int:
-        """The user's limit on weights applied."""
-        weights = self.capacity.weights_bytes
-        return memory_bytes if weights is None else min(memory_bytes, weights - self.vectors_bytes)
+    def _streaming_bound_s(self, candidate: Candidate, streamed: Array) -> Array:
+        costs = self.prices.costs(candidate.threads)
+        depths = np.full(len(streamed), float(candidate.prefetch_depth))
+        largest, rate = self.largest_unit[candidate.stream], self.read_rate(candidate)
+        return streaming_bound_s(self.sums(candidate), costs.contention, rate, largest, self.head_bytes, depths, streamed)
 
-    def kernels(self, micro_batch: int, num_micro_batches: int, threads: int, phase: Phase) -> tuple[str, ...]:
-        """The kernels of a phase worth considering: one that is nowhere quicker than another needs no candidate of its own."""
-        known = self.job(threads).costs.linear.kernels(counting.main_format(self.model))
-        if len(known) == 1:
-            return known
-        blocks = self.blocks(micro_batch * num_micro_batches)
-        times = {
-            kernel: np.array(
-                [
-                    (*seconds.layers, seconds.head)
-                    for block in blocks
-                    for seconds in self.block_steps(threads, block, micro_batch, phase, kernel)
-                ]
-            )
-            for kernel in known
-        }
-        kept: list[str] = []
-        for kernel in sorted(known, key=lambda name: float(times[name].sum())):
-            if not any((times[other] <= times[kernel]).all() for other in kept):
-                kept.append(kernel)
-        return tuple(kept)
+    def read_rate(self, candidate: Candidate) -> float:
+        """Bytes per second that no unit's read exceeds."""
+        return self.disk.best_rate(largest_read(self.largest_unit[candidate.stream], self.head_bytes))
 
-    def bound_s(self, candidate: Candidate, depths: Array) -> Array:
-        """Seconds of the job that no placement goes below, for each prefetch depth: the program solved by hand. Infinite: does not fit.
-
-        Reading is the same for all steps, so the least streamed bytes Q are best: W − Q bytes stay at home and the ring takes
-        (depth + 1)·(Q − head)/(units of all layers), within the room M. See `program.Program` for the rows.
-        """
-        room = self.room(candidate, True)
-        least = self._least_streamed(candidate.stream, room, depths)
-        fits = np.isfinite(least)
-        if not fits.any():
-            return np.full(len(depths), np.inf)
-        return np.asarray(np.where(fits, self._streaming_bound_s(candidate, depths, np.where(fits, least, 0.0)), np.inf))
-
-    def _streaming_bound_s(self, candidate: Candidate, depths: Array, streamed: Array) -> Array:
-        """Seconds of the job that streaming so many bytes per step does not go below: the rows of `program.Program`."""
-        costs = self.job(candidate.threads).costs
-        read = streamed / costs.disk.best_read_rate
-        largest = self.largest_unit[candidate.stream]
-        early = (depths + 1) * largest / costs.disk.best_read_rate
-        layers = np.maximum(0.0, streamed - self.head_bytes) / largest
-        slow = costs.contention
-        total = np.zeros(len(depths))
-        for step in self.program_steps(candidate):
-            reading = read - early if step.early else read
-            ahead = np.maximum(
-                reading + step.compute_s * slow.compute * (1 - 1 / slow.read), step.compute_s + reading * slow.read * (1 - 1 / slow.compute)
-            )
-            serial = reading + layers * step.layer_s
-            total += step.weight * np.maximum(step.compute_s, np.where(depths > 0, ahead, serial))
-        return total
+    def _sums(self, candidate: Candidate) -> StepSums:
+        steps = self.program_steps(candidate)
+        columns = [(step.weight, step.compute_s, float(step.early), step.layer_s) for step in steps]
+        return StepSums(*np.array(columns).T)
 
     def program_choices(self, candidate: Candidate) -> Choices:
         """The linear program's constants for a candidate."""
-        costs = self.job(candidate.threads).costs
+        costs = self.prices.costs(candidate.threads)
         weights = self.capacity.weights_bytes
         return Choices(
             self.tiers,
@@ -167,16 +106,16 @@ class Evaluator:
             candidate.stream,
             self.largest_unit[candidate.stream],
             candidate.prefetch_depth,
-            costs.disk.best_read_rate,
+            self.read_rate(candidate),
             costs.contention,
             self.capacity.memory_bytes - self.parts(candidate, True).total,
-            None if weights is None else weights - self.vectors_bytes,
+            None if weights is None else weights - self.memory.vectors_bytes,
         )
 
     def program_steps(self, candidate: Candidate) -> tuple[ProgramStep, ...]:
         """The sampled steps of all different blocks."""
         job = self.job(candidate.threads)
-        blocks = self.blocks(candidate.block_rows)
+        blocks = self.prices.blocks(candidate.block_rows)
         found = []
         for number, block in enumerate(blocks):
             for step, seconds in zip(job.steps, self._steps_of(candidate, block), strict=True):
@@ -201,20 +140,37 @@ class Evaluator:
                 yield from self.roundings[candidate.stream].placements(room, candidate.prefetch_depth, head_at_home)
 
     def bounded_placements(self, candidate: Candidate) -> list[tuple[float, Placement]]:
-        """The placements, each with a bound by the bytes it streams, lowest first."""
+        """The placements, each with a bound by the reads of its units, lowest first."""
         placements = list(self.placements(candidate))
-        streamed = np.array([placement.streamed_bytes for placement in placements], dtype=np.float64)
-        bounds = self._streaming_bound_s(candidate, np.full(len(placements), float(candidate.prefetch_depth)), streamed)
+        if not placements:
+            return []
+        depth = candidate.prefetch_depth
+        reads = [self.reads(placement) for placement in placements]
+        read = np.array([sum(of_step) for of_step in reads])
+        early = np.array([(depth + 1) * max(of_step) for of_step in reads])
+        layers = np.array([float(sum(level.stored > 0 for level in p.layers) - 1) for p in placements])
+        slow = self.prices.costs(candidate.threads).contention if depth else Contention()
+        bounds = reading_bound_s(self.sums(candidate), slow, np.full(len(read), float(depth)), read, early, np.maximum(layers, 0.0))
         return sorted(zip(bounds.tolist(), placements, strict=True), key=lambda pair: pair[0])
+
+    def reads(self, placement: Placement) -> list[float]:
+        """Seconds to read what each unit of a step streams, alone."""
+        of_level: dict[Level, list[float]] = {}
+        found = [0.0]
+        for level in placement.layers:
+            if level not in of_level:
+                of_level[level] = [self.prices.read_seconds(p.stored, p.requests) if p.stored else 0.0 for p in level.parts]
+            found += of_level[level]
+        return found + [self.prices.read_seconds(size, num_requests([size])) if size else 0.0 for size in placement.head_pieces]
 
     def simulate(self, candidate: Candidate, placement: Placement) -> Simulated:
         """The job's times: every different block's sampled steps one after another, a repeated block twice (the second time the ring is
         already full), each step weighted with what it stands for."""
-        blocks = self.blocks(candidate.block_rows)
-        streams = placement.streams
+        blocks = self.prices.blocks(candidate.block_rows)
+        streams, reads = placement.streams, self.reads(placement)
         work, weights, full = [], [], []
         for number, block in enumerate(blocks):
-            steps = [self.step_work(candidate, placement, seconds) for seconds in self._steps_of(candidate, block)]
+            steps = [self.step_work(candidate, placement, seconds, reads) for seconds in self._steps_of(candidate, block)]
             for count in (1,) if block.count == 1 else (1, block.count - 1):
                 work.extend(steps)
                 weights.extend([count * step.weight for step in self.job(candidate.threads).steps])
@@ -233,22 +189,24 @@ class Evaluator:
             (float(read[decode].sum()), float(compute[decode].sum())),
         )
 
-    def step_work(self, candidate: Candidate, placement: Placement, seconds: StepSeconds) -> StepWork:
+    def step_work(self, candidate: Candidate, placement: Placement, seconds: StepSeconds, reads: list[float]) -> StepWork:
         """Seconds by unit of one step, slowed where reading and computing run at once."""
         job = self.job(candidate.threads)
-        parts = [(layer, part) for layer, level in enumerate(placement.layers) for part in level.parts]
-        read = [0.0, *(self.read_seconds(part.stored, part.requests) if part.stored else 0.0 for _, part in parts)]
-        read += [self.read_seconds(size, num_requests([size])) if size else 0.0 for size in placement.head_pieces]
+        compute = [seconds.lookup if not placement.embedding_at_home else 0.0]
+        of_level: dict[tuple[int, Level], list[float]] = {}
+        for layer, level in enumerate(placement.layers):
+            key = (job.kind_of_layer[layer], level)
+            if key not in of_level:
+                of_level[key] = [job.part_seconds(layer, seconds, part.computes, part.computes[0] == 0) for part in level.parts]
+            compute += of_level[key]
         head = [seconds.head * (size / self.head_bytes if size else 1.0) + seconds.piece for size in placement.head_pieces]
         head[-1] += seconds.around
-        layers = (job.part_seconds(layer, seconds, part.computes, part.computes[0] == 0) for layer, part in parts)
-        compute = [seconds.lookup if not placement.embedding_at_home else 0.0, *layers, *head]
+        compute += head
         slow = job.costs.contention if candidate.prefetch_depth else Contention()
-        read_sum, compute_sum = sum(read), sum(compute)
+        read_sum, compute_sum = sum(reads), sum(compute)
         read_slow, compute_slow = slow.stretched(read_sum, compute_sum) if read_sum else (0.0, compute_sum)
-        read_scale = read_slow / read_sum if read_sum else 1.0
-        compute_scale = compute_slow / compute_sum
-        return StepWork(tuple(r * read_scale for r in read), tuple(c * compute_scale for c in compute))
+        read_scale, compute_scale = read_slow / read_sum if read_sum else 1.0, compute_slow / compute_sum
+        return StepWork(tuple(r * read_scale for r in reads), tuple(c * compute_scale for c in compute))
 
     def _steps_of(self, candidate: Candidate, block: Block) -> tuple[StepSeconds, ...]:
         prefill = self.block_steps(candidate.threads, block, candidate.micro_batch, "prefill", candidate.prefill_kernel)
@@ -257,20 +215,6 @@ class Evaluator:
 
     def _block_steps(self, threads: int, block: Block, micro_batch: int, phase: Phase, kernel: str) -> tuple[StepSeconds, ...]:
         return self.job(threads).steps_seconds(block, micro_batch, phase, kernel)
-
-    def _least_streamed(self, stream: Stream, room: int, depths: Array) -> Array:
-        """Q for each depth; infinite where even a full stream does not fit."""
-        units, head = self.roundings[stream].num_units, self.head_bytes
-        total = head + sum(c.num_bytes for c in self.classes[stream] if c.unit_bytes)
-        excess = float(total - room)
-        if excess <= 0:
-            return np.zeros(len(depths))
-        if excess <= head:
-            return np.full(len(depths), excess)
-        share = (depths + 1) / units
-        with np.errstate(divide="ignore", invalid="ignore"):
-            streamed = np.where(share < 1, (excess - share * head) / (1 - share), np.inf)
-        return np.asarray(np.where(streamed <= total, streamed, np.inf))
 
 
 def _classes(model: ModelShape, stream: Stream) -> tuple[WeightClass, ...]:

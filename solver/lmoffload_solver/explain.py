@@ -9,17 +9,20 @@ from typing import Literal
 from lmoffload_solver import counting, memory
 from lmoffload_solver.assemble import peak_bytes
 from lmoffload_solver.blocks import Step, decode_steps
+from lmoffload_solver.candidate import Candidate
 from lmoffload_solver.core_split import CoreSplit
-from lmoffload_solver.costs import COMPUTE_RESOURCE, READ_RESOURCE, disk_of
-from lmoffload_solver.evaluate import Candidate, Evaluator
+from lmoffload_solver.costs import COMPUTE_RESOURCE, PHASES, READ_RESOURCE, disk_of
+from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import KVFormat, Plan
+from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Program
 from lmoffload_solver.rounding import Stream
 from lmoffload_solver.simulate import step_ends
-from lmoffload_solver.timeline import PlanCosts, block_timeline
+from lmoffload_solver.timeline import PlanCosts, block_timeline, job_busy
 from lmoffload_solver.value import Resource, Tier, Value
+from lmoffload_solver.variants import Variant
 from lmoffload_solver.workload import Limits
 
 
@@ -108,8 +111,9 @@ def explain(
         return explain_chain(model, machine, plan, limits=limits, file_system=file_system)
     steps = (Step(0, 1.0), *decode_steps(plan.workload.gen_len))
     costs = PlanCosts(model, machine, plan, file_system=file_system, steps=steps)
-    evaluator = Evaluator(model, machine, disk_of(machine, file_system), plan.workload, limits)
-    candidate = candidate_of(plan)
+    prices = Prices(model, machine, disk_of(machine, file_system), plan.workload, limits)
+    candidate = candidate_of(model, plan)
+    evaluator = Evaluator(prices, candidate.variant)
     solution = Program(evaluator.program_choices(candidate)).solve()
     tokens = plan.workload.num_prompts * plan.workload.gen_len
     prefill, decode = _phases(evaluator, costs)
@@ -125,12 +129,14 @@ def explain(
         kv_bytes=plan.kv.bytes,
         memory_parts=memory.breakdown(model, plan),
         memory_usable_bytes=evaluator.capacity.memory_bytes,
-        alternatives=tuple(_priced(evaluator, what, other, tokens) for what, other in _others(candidate, plan.workload.num_prompts)),
+        alternatives=tuple(_priced(prices, what, other, tokens) for what, other in _others(candidate, plan.workload.num_prompts)),
+        quantization=tuple(_terms(model, machine, plan, file_system)),
     )
 
 
-def candidate_of(plan: Plan) -> Candidate:
+def candidate_of(model: ModelShape, plan: Plan) -> Candidate:
     """The discrete choices of a plan."""
+    changed = ((name, fmt) for name, fmt in plan.weights.format.items() if fmt != counting.main_format(model, name))
     return Candidate(
         plan.micro_batch,
         plan.num_micro_batches,
@@ -139,11 +145,17 @@ def candidate_of(plan: Plan) -> Candidate:
         plan.kernels.decode,
         plan.prefetch_depth,
         plan.stream,
+        Variant(tuple(changed), plan.kv.format.key),
     )
 
 
 def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candidate]]:
     """Choices worth seeing beside the plan's."""
+    variant = candidate.variant
+    if variant.formats:
+        yield "weights as stored", replace(candidate, variant=replace(variant, formats=()))
+    if variant.kv_format != "fp32":
+        yield "keys and values in fp32", replace(candidate, variant=replace(variant, kv_format="fp32"))
     if candidate.micro_batch > 1:
         yield "half the micro-batch", replace(candidate, micro_batch=candidate.micro_batch // 2)
     if candidate.num_micro_batches > 1:
@@ -157,13 +169,41 @@ def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candi
     yield "read one further ahead", replace(candidate, prefetch_depth=candidate.prefetch_depth + 1)
 
 
-def _priced(evaluator: Evaluator, change: str, candidate: Candidate, tokens: int) -> Alternative:
+def _priced(prices: Prices, change: str, candidate: Candidate, tokens: int) -> Alternative:
     """The best placement of other choices."""
+    evaluator = Evaluator(prices, candidate.variant)
     priced = [(evaluator.simulate(candidate, placement).total_s, placement) for placement in evaluator.placements(candidate)]
     if not priced:
         return Alternative(change=change, tokens_per_s=None, peak_bytes=None)
     seconds, placement = min(priced, key=lambda pair: pair[0])
     return Alternative(change=change, tokens_per_s=tokens / seconds, peak_bytes=peak_bytes(evaluator, candidate, placement))
+
+
+def _terms(model: ModelShape, machine: MachineProfile, plan: Plan, file_system: str | None) -> Iterator[QuantizationTerm]:
+    """What quantized weights, and quantized keys and values, save and cost: the busy seconds of the same plan with each as it would be
+    stored, less those of the plan."""
+    stored = {t.name: plan.weights.tensors[t.name].model_copy(update={"format": t.format}) for t in model.tensors}
+    changed = sorted({kept.format for name, kept in plan.weights.tensors.items() if kept.format != stored[name].format})
+    without: list[tuple[Literal["weights", "kv"], str, Plan]] = []
+    if changed:
+        weights = plan.weights.model_copy(update={"tensors": stored})
+        without.append(("weights", "+".join(changed), plan.model_copy(update={"weights": weights})))
+    if plan.kv.format.key != "fp32":
+        exact = KVFormat(key="fp32", value="fp32")
+        without.append(("kv", plan.kv.format.key, plan.model_copy(update={"kv": plan.kv.model_copy(update={"format": exact})})))
+    steps = (Step(0, 1.0), *decode_steps(plan.workload.gen_len))
+    busy = job_busy(PlanCosts(model, machine, plan, file_system=file_system, steps=steps))
+    for what, name, other in without:
+        instead = job_busy(PlanCosts(model, machine, other, file_system=file_system, steps=steps))
+        for phase in PHASES:
+            gain: dict[Resource, float] = {resource: instead[phase].get(resource, 0.0) - spent for resource, spent in busy[phase].items()}
+            yield QuantizationTerm(
+                what=what,
+                format=name,
+                phase=phase,
+                saved_s={resource: seconds for resource, seconds in gain.items() if seconds > 0},
+                spent_s={resource: -seconds for resource, seconds in gain.items() if seconds < 0},
+            )
 
 
 def _phases(evaluator: Evaluator, costs: PlanCosts) -> tuple[PhaseTime, PhaseTime]:

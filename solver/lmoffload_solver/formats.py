@@ -37,6 +37,13 @@ FORMATS: dict[str, Format] = {
         Format("q8_0", 32, 34),
         Format("q4_0", 32, 18),
         Format("q4_1", 32, 20),
+        Format("q5_0", 32, 22),
+        Format("q5_1", 32, 24),
+        Format("q2_k", 256, 84),
+        Format("q3_k", 256, 110),
+        Format("q4_k", 256, 144),
+        Format("q5_k", 256, 176),
+        Format("q6_k", 256, 210),
     )
 }
 
@@ -52,6 +59,18 @@ QUANTIZED: dict[str, Format] = {
     )
 }
 """Formats that weights and keys and values can be turned into; no checkpoint stores them."""
+
+LINE_ELEMENTS = 32
+"""Keys and values are quantized in lines: a key channel over 32 tokens, or 32 channels of a token's values."""
+
+PARAMETER_BYTES = 4
+"""Scale and zero of a line."""
+
+KV_LINE_BYTES = {"int8": LINE_ELEMENTS, "int4-g32": LINE_ELEMENTS // 2}
+"""Bytes of a line's codes, by the formats of keys and values that are quantized."""
+
+KV_FORMATS = ("fp32", "bf16", *KV_LINE_BYTES)
+"""Formats of keys and values that the host attends to, the most exact first."""
 
 QUALITY_BITS = {"exact": 16, "int8": 8, "int4": 4, "any": 4}
 """Fewest bits of an element that a quality class allows."""

@@ -104,10 +104,10 @@ class LinearCurve(Value):
 
 
 class AttentionCurve(Value):
-    """Attention of one layer over fp32 keys and values in host memory.
+    """Attention of one layer over keys and values in host memory.
 
-    phase "decode": KV bytes read per second against the context length (tokens), for a block of rows.
-    phase "prefill": FLOP/s (4·heads·head_dim·s²/2 causal) against the prompt length s.
+    phase "decode": stored KV bytes read per second against the context length (tokens), for a block of rows.
+    phase "prefill": FLOP/s (4·heads·head_dim·s²/2 causal) against the prompt length s; over fp32, before anything is stored.
     """
 
     phase: Literal["prefill", "decode"]
@@ -144,6 +144,8 @@ class Contention(Value):
     second: str
     first_slowdown: float = Field(ge=0)
     second_slowdown: float = Field(ge=0)
+    format: str | None = None
+    """Stored format of the weights that are computed with; None: not told."""
 
 
 class HostLimits(Value):
@@ -199,5 +201,7 @@ class MachineProfile(Value):
     """Attention, quantizing and dequantizing by processor and way."""
     sources: tuple[Source, ...] = ()
     """Of the numbers of a profile that was not measured here."""
+    calibrated_with: tuple[str, ...] = ()
+    """Fingerprints of the reports of runs that were folded in."""
     default_threads_slowdown: float | None = None
     """Decode-sized product under the libraries' default (busy-waiting) threads / under ours."""

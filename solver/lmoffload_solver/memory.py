@@ -8,7 +8,7 @@ each sequence of the first, largest block needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,8 @@ from lmoffload_solver.blocks import lengths_of
 from lmoffload_solver.counting import ACTIVATION_BYTES
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan, TensorPlan
-from lmoffload_solver.schedule import aligned_bytes, num_slots, slot_bytes, units_of
+from lmoffload_solver.plan import Plan, TensorPlan, kept_model
+from lmoffload_solver.schedule import STAGING_BUFFERS, Spilled, aligned_bytes, num_slots, slot_bytes, units_of
 from lmoffload_solver.workload import Limits, Workload
 
 TILE_BYTES = 4 * 2**20
@@ -33,6 +33,9 @@ PACKING_BYTES = 2 * 2**20
 
 QUERY_BLOCK = 256
 """Queries whose scores one thread holds in the prefill, three copies (scores, exponentials, products)."""
+
+CHUNK_MULTIPLE = 24
+"""Tokens by which a prompt is cut into chunks (`lmoffload.kernels.prefill.QUERY_BLOCK`)."""
 
 GREENLET_BYTES = 64 * 2**10
 """Saved stack and frames of a suspended micro-batch."""
@@ -69,12 +72,15 @@ class Parts:
 class JobMemory:
     """Memory of a job's blocks, for any size of micro-batch."""
 
-    def __init__(self, model: ModelShape, workload: Workload, base_bytes: int) -> None:
+    def __init__(
+        self, model: ModelShape, workload: Workload, base_bytes: int, key_format: str = "fp32", value_format: str = "fp32"
+    ) -> None:
         self.model, self.base_bytes = model, base_bytes
         lengths = np.array(lengths_of(workload), dtype=np.int64)
         self._tokens = np.concatenate(([0], np.cumsum(lengths)))
         distinct, inverse = np.unique(lengths, return_inverse=True)
-        kv = np.array([counting.kv_bytes(model, int(length) + workload.gen_len) for length in distinct], dtype=np.int64)
+        tokens = [int(length) + workload.gen_len for length in distinct]
+        kv = np.array([counting.kv_bytes(model, most, key_format, value_format) for most in tokens], dtype=np.int64)
         self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
         self._longest = int(lengths[0])
         self.vectors_bytes = counting.vector_bytes(model) + pinned_bytes(model)
@@ -82,39 +88,56 @@ class JobMemory:
         self._attention = max(
             2 * model.hidden_size + 5 * s.num_heads * s.key_dim + 3 * s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers
         )
-        self._mlp = 2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size
+        self._kv_token_bytes = max(counting.kv_bytes_per_token(layer) for layer in model.layers)
+        self._mlp = max(2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size, _experts(model))
         attention = [2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers]
-        self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.intermediate_size)
+        self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.mlp_width)
         self._tile_bytes = PACKING_BYTES + max(_tile_bytes(*counting.matrix_size(t)) for t in model.tensors if t.is_matrix)
 
     def kv_bytes(self, block_rows: int) -> int:
         """KV of the first block."""
         return int(self._kv[min(block_rows, len(self._kv) - 1)])
 
-    def parts(self, micro_batch: int, num_micro_batches: int, threads: int, *, head_streams: bool, layers_cut: bool) -> Parts:
+    def parts(
+        self,
+        micro_batch: int,
+        num_micro_batches: int,
+        threads: int,
+        *,
+        head_streams: bool,
+        layers_cut: bool,
+        prefill_chunk: int | None = None,
+    ) -> Parts:
         """Parts of a plan's peak. Where the head streams in pieces, every suspended micro-batch keeps its logits; where layers are cut at
-        their matrices, it keeps what its layer has computed so far."""
+        their matrices, it keeps what its layer has computed so far. Chunks of a prompt (`Plan.prefill_chunk`) are suspended each on its
+        own, and one layer's keys and values of the row that a chunk goes on with are held twice: so far, and with the chunk's."""
         num_rows = len(self._kv) - 1
         block_rows = min(micro_batch * num_micro_batches, num_rows)
         rows = min(micro_batch, num_rows)
         multiple = counting.token_multiple(self.model)
+        tokens = int(self._tokens[block_rows])
+        chunks = num_micro_batches if prefill_chunk is None else num_micro_batches + tokens // max(1, prefill_chunk - CHUNK_MULTIPLE + 1)
         padding = multiple * num_micro_batches
         always = {
             "base": self.base_bytes,
             "objects": self.model.num_layers * LAYER_OBJECT_BYTES
             + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN
-            + num_micro_batches * GREENLET_BYTES,
+            + chunks * GREENLET_BYTES,
             "vectors": self.vectors_bytes,
             "kv": self.kv_bytes(block_rows),
             "tiles": threads * self._tile_bytes,
         }
-        first = counting.padded(int(self._tokens[rows]), multiple)
+        first, carried = counting.padded(int(self._tokens[rows]), multiple), 0
+        if prefill_chunk is not None and prefill_chunk < first:
+            first = counting.padded(max(prefill_chunk, CHUNK_MULTIPLE), multiple)
+            carried = 2 * self._longest * self._kv_token_bytes
+        scores = 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest
         return Parts(
             always,
             {
                 "prefill": {
-                    "suspended": self.suspended_bytes(int(self._tokens[block_rows]) + padding, layers_cut),
-                    "layer": self.layer_bytes(first) + 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, self._longest) * self._longest,
+                    "suspended": self.suspended_bytes(tokens + multiple * chunks, layers_cut),
+                    "layer": self.layer_bytes(first) + carried + scores,
                     "head": self.head_bytes(first, rows, block_rows, head_streams),
                 },
                 "decode": {
@@ -133,7 +156,8 @@ class JobMemory:
     def layer_bytes(self, tokens: int) -> int:
         """Temporaries of a decoder layer over `tokens` tokens, fp32, the larger of
         attention: normed copies 2·hidden; q with its rotated copies 5·query; k and v with theirs 3·(key + value);
-        MLP: normed copies 2·hidden; gate (or gate and up in one), its activation, and up or their product: widest + 2·intermediate."""
+        MLP: normed copies 2·hidden; gate (or gate and up in one), its activation, and up or their product: widest + 2·intermediate;
+        experts: see `_experts`."""
         return ACTIVATION_BYTES * tokens * max(self._attention, self._mlp)
 
     def head_bytes(self, tokens: int, rows: int, block_rows: int, head_streams: bool) -> int:
@@ -153,20 +177,52 @@ def placeable(model: ModelShape) -> tuple[str, ...]:
 def pinned_bytes(model: ModelShape) -> int:
     """Bytes of the matrices that are always resident (position tables, projections outside the layers)."""
     names = set(placeable(model))
-    return sum(aligned_bytes(counting.tensor_bytes(t)) for t in model.tensors if t.is_matrix and t.name not in names)
+    return sum(aligned_bytes(counting.tensor_bytes(t), t.num_runs) for t in model.tensors if t.is_matrix and t.name not in names)
 
 
 def resident_bytes(model: ModelShape, tensors: Mapping[str, TensorPlan], tier: str = "host") -> int:
     """Memory of the matrices at home in a tier whose home is a choice; each takes its aligned superset."""
-    return sum(aligned_bytes(counting.tensor_bytes(model.by_name[name])) for name in placeable(model) if tensors[name].tier == tier)
+    homes = (model.by_name[name] for name in placeable(model) if tensors[name].tier == tier)
+    return sum(aligned_bytes(counting.tensor_bytes(tensor), tensor.num_runs) for tensor in homes)
+
+
+def spilled_of(model: ModelShape, plan: Plan, block_lengths: Sequence[int] | None = None) -> dict[tuple[int, int], Spilled]:
+    """Keys and values of a block (the first, largest one unless given by its rows' tokens) that the plan keeps on the disk, by layer and
+    micro-batch."""
+    lengths = [length + plan.workload.gen_len for length in lengths_of(plan.workload)] if block_lengths is None else block_lengths
+    found = {}
+    for layer, batch, tier in plan.kv.homes:
+        rows = lengths[batch * plan.micro_batch : (batch + 1) * plan.micro_batch] if batch < plan.num_micro_batches else ()
+        if tier == "disk" and rows:
+            found[layer, batch] = counting.spilled(model.layers[layer], rows, plan.kv.format.key, plan.kv.format.value)
+    return found
+
+
+def kv_on_host(model: ModelShape, plan: Plan) -> int:
+    """Bytes of the first block's keys and values on the host, and of the staging buffers through which those on the disk pass."""
+    lengths = [length + plan.workload.gen_len for length in lengths_of(plan.workload)]
+    on_disk = spilled_of(model, plan)
+    rows = lengths[: plan.micro_batch * plan.num_micro_batches]
+    total = sum(counting.kv_bytes(model, tokens, plan.kv.format.key, plan.kv.format.value) for tokens in rows)
+    for layer, batch in on_disk:
+        of_batch = rows[batch * plan.micro_batch : (batch + 1) * plan.micro_batch]
+        kept = (counting.layer_kv_bytes(model.layers[layer], tokens, plan.kv.format.key, plan.kv.format.value) for tokens in of_batch)
+        total -= sum(kept)
+    return total + staging_bytes(on_disk)
+
+
+def staging_bytes(on_disk: Mapping[tuple[int, int], Spilled]) -> int:
+    """Bytes of the staging buffers."""
+    return STAGING_BUFFERS * max((spilled.num_bytes for spilled in on_disk.values()), default=0)
 
 
 def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> dict[str, int]:
     """The named parts of a plan's peak in the compute tier; they add up to `peak_bytes`."""
+    model = kept_model(model, plan)
     units = units_of(model, plan)
     slots = num_slots(units, plan.prefetch_depth)
     base = plan.predicted.base_bytes if base_bytes is None else base_bytes
-    job = JobMemory(model, plan.workload, base)
+    job = JobMemory(model, plan.workload, base, plan.kv.format.key, plan.kv.format.value)
     head_streams = plan.weights.tensors[model.head.name].tier == "disk"
     parts = job.parts(
         plan.micro_batch,
@@ -174,10 +230,12 @@ def breakdown(model: ModelShape, plan: Plan, base_bytes: int | None = None) -> d
         plan.threads["compute"],
         head_streams=head_streams,
         layers_cut=plan.stream == "matrix",
+        prefill_chunk=plan.prefill_chunk,
     )
     largest = max(parts.phases.values(), key=lambda phase: phase["suspended"] + max(phase["layer"], phase["head"]))
     return {
         **parts.always,
+        "kv": kv_on_host(model, plan),
         "weights": resident_bytes(model, plan.weights.tensors),
         "ring": slots * slot_bytes(units) if slots else 0,
         "suspended": largest["suspended"],
@@ -214,6 +272,14 @@ def _tile_bytes(n: int, k: int) -> int:
     """One thread's tile of a matrix [N, K] and the product over it."""
     rows = min(n, max(16, TILE_BYTES // (ACTIVATION_BYTES * k)))
     return ACTIVATION_BYTES * rows * (k + TILE_ROWS_AT_ONCE)
+
+
+def _experts(model: ModelShape) -> int:
+    """Elements that a layer of experts holds for a token at most, all tokens choosing the same expert: normed copies 2·hidden, the
+    activations of all its experts, a sorted index for each (3 numbers of 8 bytes), and the larger of the token gathered with one expert's
+    gate and up, activation and product (hidden + 4·size), and the sum of outputs, one of them and its weighted copy (3·hidden)."""
+    kept = 2 * model.hidden_size + model.experts_per_token * (model.expert_size + 6)
+    return kept + max(model.hidden_size + 4 * model.expert_size, 3 * model.hidden_size) if model.experts_per_token else 0
 
 
 def _widest_mlp(model: ModelShape) -> int:

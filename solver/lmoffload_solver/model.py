@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.formats import QUANTIZED, format_of
 from lmoffload_solver.value import TensorClass, Value
 
 
@@ -27,10 +27,20 @@ class TensorShape(Value):
     row by row and that may be streamed. False for vectors (norms, biases), which are always resident."""
     is_table: bool = False
     """True for a further table whose rows are looked up (learned positions): never held, read through a mapping of its file."""
+    num_runs: int = Field(default=1, gt=0)
+    """In how many places of its files it lies at most, in equal parts: experts are stored one by one."""
+
+    @property
+    def num_experts(self) -> int:
+        """Matrices [N, K] that a tensor [E, N, K] of class "experts" holds; 1 for any other."""
+        return self.shape[0] if self.tensor_class == "experts" else 1
 
     def can_become(self, format_name: str) -> bool:
-        """Whether it can be quantized to a format: a matrix whose rows are whole groups."""
-        return self.is_matrix and format_name in QUANTIZED and self.shape[-1] % QUANTIZED[format_name].block_elements == 0
+        """Whether it can be quantized to a format: a matrix whose rows are whole groups, and no tile shared by two experts."""
+        if not self.is_matrix or format_name not in QUANTIZED:
+            return False
+        whole_tiles = self.num_experts == 1 or self.shape[-2] % format_of(format_name).tile_rows == 0
+        return whole_tiles and self.shape[-1] % QUANTIZED[format_name].block_elements == 0
 
 
 class LayerShape(Value):
@@ -55,6 +65,10 @@ class ModelShape(Value):
     intermediate_size: int = Field(gt=0)
     vocab_size: int = Field(gt=0)
     max_positions: int | None = None
+    experts_per_token: int = Field(default=0, ge=0)
+    """Experts that a token's router chooses in a layer of experts; 0 in a model without any."""
+    expert_size: int = Field(default=0, ge=0)
+    """Intermediate size of one expert."""
     layers: tuple[LayerShape, ...]
     tensors: tuple[TensorShape, ...]
     """Every tensor once, in the order of the layers. A tied head is not listed: see `tied_head`."""
@@ -64,6 +78,16 @@ class ModelShape(Value):
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def mlp_width(self) -> int:
+        """Activations of one token inside an MLP: those of all its experts, where that is more."""
+        return max(self.intermediate_size, self.experts_per_token * self.expert_size)
+
+    @cached_property
+    def has_scalar_gates(self) -> bool:
+        """Whether a linear layer gives one number a token, as the gate of a shared expert does."""
+        return any(tensor.is_matrix and tensor.shape[-2] == 1 for tensor in self.tensors)
 
     def with_formats(self, formats: Mapping[str, str]) -> ModelShape:
         """The same model with some of its tensors, by name, in other formats."""

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.model import ModelShape
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import Goal, Quality, Resource, TaskClass, TensorClass, Tier, Value
 from lmoffload_solver.workload import MOST_PROMPTS, Limits, Workload
@@ -65,10 +67,17 @@ class HiddenPlan(Value):
 
 
 class KernelsPlan(Value):
-    """Linear kernel of each phase, a key of `lmoffload.kernels.linear.KERNELS`."""
+    """Linear kernel of each phase, a key of `lmoffload.kernels.linear.KERNELS`; or two of them as "QUANTIZED+STORED": the one for weights
+    that were quantized, and the one for weights in their stored format."""
 
     prefill: str
     decode: str
+
+
+def kernel_for(planned: str, format_name: str) -> str:
+    """The kernel that a phase's plan names for weights in a format."""
+    names = planned.split("+")
+    return names[0] if format_name in QUANTIZED else names[-1]
 
 
 class Predicted(Value):
@@ -133,10 +142,14 @@ class Plan(Value):
     threads: dict[TaskClass, Annotated[int, Field(gt=0, le=MOST_THREADS)]]
     prefetch_depth: int = Field(ge=0, le=MOST_PREFETCH_DEPTH)
     """Units read ahead of the one computed; the ring has prefetch_depth + 1 buffers."""
+    prefill_chunk: Annotated[int, Field(gt=0)] | None = None
+    """Tokens of a micro-batch's prompts that are computed at once, cut at whole blocks of 24; None: all of them. Results are the same."""
     stream: Literal["layer", "matrix"] = "layer"
     """What streams at once: all streamed matrices of a layer, or each alone: smaller buffers, more switches."""
     runtime: Runtime | None = None
     """The traits of another system, whose policy this is; None: lmoffload's own."""
+    loss: float | None = None
+    """Estimated loss of perplexity against the checkpoint's own precision, from what was measured for the formats in use; None: unknown."""
     predicted: Predicted
     binding: Resource
     shadow_prices: tuple[ShadowPrice, ...] = ()
@@ -146,3 +159,9 @@ class Plan(Value):
     remarks: tuple[str, ...] = ()
 
     model_config = Value.model_config | {"populate_by_name": True, "serialize_by_alias": True}
+
+
+def kept_model(model: ModelShape, plan: Plan) -> ModelShape:
+    """The model with every tensor in the format that the plan keeps it in."""
+    kept = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
+    return model if all(kept.get(t.name, t.format) == t.format for t in model.tensors) else model.with_formats(kept)

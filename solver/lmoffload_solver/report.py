@@ -6,7 +6,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from lmoffload_solver.costs import PHASES, Phase
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.performed import Part, Performed
 from lmoffload_solver.plan import Named, Plan, Predicted
+from lmoffload_solver.repriced import Repriced, measured_s
 from lmoffload_solver.value import Kind, Tier, Value
 
 
@@ -16,6 +20,14 @@ class TaskFigures(Value):
     count: int
     predicted_s: float | None
     """None where the machine's profile was not at hand."""
+    measured_s: float
+
+
+class PartFigures(Value):
+    """Seconds of one part of a phase, summed over its tasks."""
+
+    predicted_s: float | None
+    """By the profile, for the work that was really done; None where the profile was not at hand."""
     measured_s: float
 
 
@@ -36,6 +48,10 @@ class RunReport(Value):
     """From disk, by this process, as the kernel counts them (/proc/self/io)."""
     prompts_computed: int
     tasks: dict[Kind, TaskFigures]
+    phases: dict[Phase, dict[Part, PartFigures]] = Field(default_factory=dict)
+    """Prefill and decode apart: reading weights, computing, and what computing consists of."""
+    performed: Performed | None = None
+    """The work behind `phases`: what `lmoffload calibrate` holds profiles against."""
     peak_rss_bytes: int
     remarks: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict)
@@ -51,3 +67,17 @@ def relative_errors(predicted: Predicted, measured: Predicted) -> dict[str, floa
             got = getattr(measured, name)
             errors[name] = got / expected - 1 if expected else None
     return errors
+
+
+def phase_figures(performed: Performed, machine: MachineProfile | None) -> dict[Phase, dict[Part, PartFigures]]:
+    """Each part of each phase, predicted by a profile and measured.
+
+    Raises:
+        StatedError: the profile lacks a disk or a curve that the work needs.
+    """
+    found: dict[Phase, dict[Part, PartFigures]] = {}
+    for phase in PHASES:
+        measured = measured_s(performed, phase)
+        predicted = {} if machine is None else Repriced(machine, performed).predicted_s(phase)
+        found[phase] = {part: PartFigures(predicted_s=predicted.get(part), measured_s=seconds) for part, seconds in measured.items()}
+    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise, product
 from typing import Literal
 
@@ -40,7 +40,7 @@ Stream = Literal["layer", "matrix"]
 """What streams at once: all streamed matrices of a layer, or each alone."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """What is computed of a layer between two switches of micro-batch: the whole layer, or from one streamed matrix to the next."""
 
@@ -50,9 +50,9 @@ class Part:
     """Places in the layer's list of matrices."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
-    """A set of a layer's matrices to stream."""
+    """A set of a layer's matrices to stream; each is made once, so that it is compared by identity."""
 
     aligned: int
     stored: int
@@ -62,11 +62,11 @@ class Level:
     slot: int
     """Bytes of a ring buffer that holds its largest part."""
 
-    @property
+    @cached_property
     def num_streaming(self) -> int:
         return sum(part.stored > 0 for part in self.parts)
 
-    @property
+    @cached_property
     def largest_part(self) -> int:
         return max(part.stored for part in self.parts)
 
@@ -76,7 +76,7 @@ class Ladder:
 
     def __init__(self, matrices: tuple[TensorShape, ...], stream: Stream) -> None:
         stored = [counting.tensor_bytes(t) for t in matrices]
-        aligned = [aligned_bytes(size) for size in stored]
+        aligned = [aligned_bytes(size, t.num_runs) for size, t in zip(stored, matrices, strict=True)]
         levels: dict[tuple[int, int], Level] = {}
         for chosen in _subsets(stored):
             total = sum(aligned[i] for i in chosen)
@@ -157,8 +157,9 @@ class Rounding:
         self.layers_aligned = sum(ladder.whole for ladder in self.ladders)
         self.all_bytes = self.layers_aligned + self._homes(True, True)
         self.num_units = sum(ladder.most_parts for ladder in self.ladders)
+        self.placements = cache(self._placements)
 
-    def placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> Iterator[Placement]:
+    def _placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> tuple[Placement, ...]:
         """Different placements whose homes and ring buffers fit `budget` bytes; none where nothing fits."""
         found: dict[Placement, None] = {}
         few = self.model.num_layers <= FEW_LAYERS
@@ -169,7 +170,7 @@ class Rounding:
                     placement = self._fill(budget, prefetch_depth, size, head_at_home, embedding_at_home, sparse=sparse)
                     if placement.memory_bytes <= budget:
                         found[placement] = None
-        yield from found
+        return tuple(found)
 
     def least(self, prefetch_depth: int = 0) -> Placement:
         """The placement that needs least memory."""
@@ -233,18 +234,26 @@ class Rounding:
         self, goal: int, best: Sequence[Level], buffer: int, depth: int, head_at_home: bool, embedding_at_home: bool, sparse: bool
     ) -> Placement:
         """The layers stream at least `goal` bytes together, no layer more than its level of `best`."""
+        rough = sum(level.aligned for level in self._levels(goal, best, buffer, sparse))
+        layers = self._levels(rough, best, buffer, sparse)  # whole matrices come to more than the goal: spread what they come to
+        streamed = sum(level.aligned for level in layers)
+        pieces, slots, slot = self._ring(layers, depth, head_at_home)
+        home = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
+        return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
+
+    def _levels(self, goal: int, best: Sequence[Level], buffer: int, sparse: bool) -> list[Level]:
+        """What each layer streams: the running sum follows its even share of the goal."""
         most = sum(level.aligned for level in best)
-        layers, streamed, share = [], 0, 0
+        layers: list[Level] = []
+        streamed = share = 0
         for ladder, level in zip(self.ladders, best, strict=True):
             share += level.aligned
-            wanted = goal * share / most - streamed if most else 0
+            wanted = (goal * share - streamed * most) / most if most else 0.0
             chosen = ladder.at_least(wanted, buffer) if wanted > 0 else ladder.levels[0]
             chosen = level if chosen.aligned > level.aligned or (sparse and wanted > 0) else chosen
             layers.append(chosen)
             streamed += chosen.aligned
-        pieces, slots, slot = self._ring(layers, depth, head_at_home)
-        home = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
-        return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
+        return layers
 
     def _ring(self, layers: Sequence[Level], depth: int, head_at_home: bool) -> tuple[tuple[int, ...], int, int]:
         """Head pieces, ring buffers, and bytes of one, as the schedule makes them."""

@@ -11,9 +11,10 @@ Resources are serial servers that take their tasks in graph order, so the simula
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
+from types import MappingProxyType
 from typing import Literal
 
 from lmoffload_solver.formats import format_of, stored_bytes
@@ -36,6 +37,8 @@ class Piece:
     first_row: int
     end_row: int
     num_bytes: int
+    num_runs: int = 1
+    """In how many places of its files it lies at most, in equal parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class Unit:
     @property
     def slot_bytes(self) -> int:
         """Buffer bytes reserved for this unit: every piece as its aligned superset."""
-        return sum(aligned_bytes(piece.num_bytes) for piece in self.streamed)
+        return sum(aligned_bytes(piece.num_bytes, piece.num_runs) for piece in self.streamed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +82,27 @@ class Task:
     depends_on: tuple[int, ...]
     slot: int | None = None
     """Ring buffer that the task fills (read_weights) or uses (compute)."""
+    kv_slot: int | None = None
+    """Staging buffer that the task fills (load_kv), uses (compute) or empties (store_kv)."""
 
 
-def aligned_bytes(num_bytes: int) -> int:
-    """Largest aligned superset of `num_bytes` stored at any offset: whole pages that touch them."""
-    return (num_bytes + 2 * PAGE_BYTES - 2) // PAGE_BYTES * PAGE_BYTES
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """Keys and values of a (layer, micro-batch) whose home is the disk."""
+
+    num_bytes: int
+    """All of them, in whole pages."""
+    step_bytes: int
+    """Pages in which a decode step's new tokens lie, at most."""
+
+
+STAGING_BUFFERS = 2
+"""Keys and values on the disk pass through so many buffers, taken in turn: one is computed from while the next is filled."""
+
+
+def aligned_bytes(num_bytes: int, num_runs: int = 1) -> int:
+    """Largest aligned superset of `num_bytes` stored at any offset, in `num_runs` equal parts: whole pages that touch them."""
+    return num_runs * ((num_bytes // num_runs + 2 * PAGE_BYTES - 2) // PAGE_BYTES * PAGE_BYTES)
 
 
 def units_of(model: ModelShape, plan: Plan) -> tuple[Unit, ...]:
@@ -118,6 +137,11 @@ HEAD_PIECE_BYTES = 16 * 2**20
 """Size of the pieces of a streamed head when no layer streams."""
 
 
+def largest_read(largest_unit: float, head_bytes: float) -> float:
+    """Bytes that no unit's read exceeds: the largest layer's (or matrix's), or a piece of the head where none of them streams."""
+    return max(largest_unit, min(head_bytes, HEAD_PIECE_BYTES))
+
+
 def slot_bytes(units: tuple[Unit, ...]) -> int:
     """Bytes of one ring buffer: the largest unit's."""
     return max(unit.slot_bytes for unit in units)
@@ -130,35 +154,39 @@ def num_slots(units: tuple[Unit, ...], prefetch_depth: int) -> int:
 
 
 def block_tasks(
-    units: tuple[Unit, ...], num_steps: int, num_micro_batches: int, prefetch_depth: int
+    units: tuple[Unit, ...],
+    num_steps: int,
+    num_micro_batches: int,
+    prefetch_depth: int,
+    spilled: Mapping[tuple[int, int], Spilled] = MappingProxyType({}),
 ) -> Iterator[Task]:
     """Tasks of one block: `num_steps` steps (the prefill and the decode steps) of all its micro-batches.
 
     A unit's read waits until every micro-batch has computed the unit that used the same ring buffer before. Reads are emitted
     `prefetch_depth` streaming units ahead of the compute tasks, across steps, so a walker that runs compute tasks in place never
-    starves the reader.
+    starves the reader. spilled: by (layer, micro-batch), see `_Staging`.
     """
     slots = num_slots(units, prefetch_depth)
     streaming = [unit for unit in units if unit.streamed]
     reads = ((step, unit) for step in range(num_steps) for unit in streaming)
     users: dict[int, tuple[int, ...]] = {}
     read_task: deque[tuple[int, int]] = deque()
-    next_index = 0
+    numbers = count()
     next_slot = 0
+    staging = _Staging(units, num_steps, num_micro_batches, spilled, numbers)
 
     def read_next() -> Iterator[Task]:
-        nonlocal next_index, next_slot
+        nonlocal next_slot
         upcoming = next(reads, None)
         if upcoming is None:
             return
         step, unit = upcoming
         task = Task(
-            next_index, "read_weights", step, unit.index, None, "disk_read", unit.streamed_bytes,
+            next(numbers), "read_weights", step, unit.index, None, "disk_read", unit.streamed_bytes,
             users.pop(next_slot, ()), next_slot,
         )  # fmt: skip
         read_task.append((task.index, next_slot))
         next_slot = (next_slot + 1) % slots
-        next_index += 1
         yield task
 
     for _ in range(slots - 1 if slots else 0):
@@ -173,15 +201,91 @@ def block_tasks(
                 depends = (waited,)
             indices = []
             for micro_batch in range(num_micro_batches):
-                yield Task(next_index, "compute", step, unit.index, micro_batch, "host_compute", 0, depends, slot)
-                indices.append(next_index)
-                next_index += 1
+                use = staging.use(step, unit, micro_batch)
+                if use is not None:
+                    yield from staging.loads(use)
+                needed = depends if use is None else depends + staging.needs(use)
+                kv_slot = None if use is None else use % STAGING_BUFFERS
+                task = Task(next(numbers), "compute", step, unit.index, micro_batch, "host_compute", 0, needed, slot, kv_slot)
+                yield task
+                indices.append(task.index)
+                if use is not None:
+                    yield from staging.stores(use, task)
             if slot is not None:
                 users[slot] = tuple(indices)
 
 
+class _Staging:
+    """Loads and stores of keys and values on the disk, uses numbered in graph order.
+
+    The prefill makes them in a staging buffer, a decode step loads them there and adds its tokens; both store them, the last step alone
+    does not. A load waits until its buffer's last use and the same keys' last store have ended, and is emitted one use ahead.
+    """
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        num_steps: int,
+        num_micro_batches: int,
+        spilled: Mapping[tuple[int, int], Spilled],
+        numbers: count[int],
+    ) -> None:
+        pairs = [(unit, batch) for unit in units if unit.kind == "layer" for batch in range(num_micro_batches)]
+        self._users = [(unit.index, batch) for unit, batch in pairs if (unit.layer, batch) in spilled]
+        self._sizes = [spilled[unit.layer, batch] for unit, batch in pairs if unit.layer is not None and (unit.layer, batch) in spilled]
+        self._place = {user: place for place, user in enumerate(self._users)}
+        self._num_steps, self._numbers = num_steps, numbers
+        self._ahead = min(len(self._users), STAGING_BUFFERS) - 1
+        self._next_load = len(self._users)
+        self._loaded: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        """The task after which a use's buffer is free and its bytes are on the disk."""
+
+    def use(self, step: int, unit: Unit, micro_batch: int) -> int | None:
+        """The number of this use; None where nothing is on the disk."""
+        place = self._place.get((unit.index, micro_batch))
+        return None if place is None else step * len(self._users) + place
+
+    def loads(self, use: int) -> Iterator[Task]:
+        """What is to be loaded before this use is computed: itself, and one more."""
+        last = min(use + self._ahead, self._num_steps * len(self._users) - 1)
+        for number in range(self._next_load, last + 1):
+            step, place = divmod(number, len(self._users))
+            unit, batch = self._users[place]
+            before = {self._ended[number - STAGING_BUFFERS]} if number >= STAGING_BUFFERS else set()
+            before.add(self._ended[number - len(self._users)])
+            size, slot = self._sizes[place].num_bytes, number % STAGING_BUFFERS
+            task = Task(
+                next(self._numbers), "load_kv", step, unit, batch, "disk_read", size, tuple(sorted(before)), kv_slot=slot
+            )
+            self._loaded[number] = task.index
+            yield task
+        self._next_load = max(self._next_load, last + 1)
+
+    def needs(self, use: int) -> tuple[int, ...]:
+        """What computing a use waits for: its load, or in the prefill its buffer."""
+        if use in self._loaded:
+            return (self._loaded.pop(use),)
+        return (self._ended[use - STAGING_BUFFERS],) if use >= STAGING_BUFFERS else ()
+
+    def stores(self, use: int, compute: Task) -> Iterator[Task]:
+        """The store behind a compute task."""
+        self._ended[use] = compute.index
+        self._ended.pop(use - len(self._users) - STAGING_BUFFERS, None)
+        if compute.step + 1 == self._num_steps:
+            return
+        size = self._sizes[use % len(self._users)]
+        task = Task(
+            next(self._numbers), "store_kv", compute.step, compute.unit, compute.micro_batch, "disk_write",
+            size.step_bytes if compute.step else size.num_bytes, (compute.index,), kv_slot=compute.kv_slot,
+        )  # fmt: skip
+        self._ended[use] = task.index
+        yield task
+
+
 def _whole(tensor: TensorShape, plan: Plan) -> Piece:
-    return Piece(tensor.name, 0, _rows(tensor.shape), stored_bytes(tensor.shape, plan.weights.tensors[tensor.name].format))
+    num_bytes = stored_bytes(tensor.shape, plan.weights.tensors[tensor.name].format)
+    return Piece(tensor.name, 0, _rows(tensor.shape), num_bytes, tensor.num_runs)
 
 
 def _groups(matrices: list[str], streamed: dict[str, Piece]) -> list[tuple[str, ...]]:

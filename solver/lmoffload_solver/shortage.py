@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lmoffload_solver.evaluate import Candidate, Evaluator
+from lmoffload_solver.candidate import Candidate
+from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.outcome import Infeasible
 
 
@@ -21,7 +22,7 @@ def infeasible(evaluator: Evaluator, micro_batches: Sequence[tuple[int, int]], t
     memory = evaluator.capacity.memory_bytes
     weights = evaluator.capacity.weights_bytes
     short_memory = least.total + placement.memory_bytes - memory
-    short_weights = 0 if weights is None else least_weights + evaluator.vectors_bytes - weights
+    short_weights = 0 if weights is None else least_weights + evaluator.memory.vectors_bytes - weights
     if short_weights > 0 and short_weights >= short_memory:
         assert weights is not None
         needed = weights + short_weights

@@ -8,11 +8,10 @@ from itertools import chain
 
 from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
-
-KV_FORMAT = "fp32"
-"""Of keys and values on the host, in the exact class."""
+from lmoffload_solver.plan import Plan, kept_model
+from lmoffload_solver.variants import KV_FORMATS_OF, WEIGHT_FORMATS
 
 
 def check_plan(model: ModelShape, plan: Plan) -> None:
@@ -21,7 +20,7 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     Raises:
         StatedError: the first thing that does not hold.
     """
-    kept = model.with_formats({name: tensor.format for name, tensor in plan.weights.tensors.items()})
+    kept = kept_model(model, plan)
     rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
@@ -33,6 +32,8 @@ def _formats(model: ModelShape, plan: Plan) -> Iterator[str]:
         kept = plan.weights.tensors.get(tensor.name)
         if kept is not None and kept.format != tensor.format and not tensor.can_become(kept.format):
             yield f"it keeps {tensor.name} as {kept.format:.20}, which is stored as {tensor.format} and cannot become that"
+        if kept is not None and kept.format != tensor.format and all(kept.format not in width for width in WEIGHT_FORMATS[plan.quality]):
+            yield f"it keeps {tensor.name} as {kept.format:.20}, and its quality is {plan.quality}"
 
 
 def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
@@ -76,15 +77,23 @@ def _places(plan: Plan) -> Iterator[str]:
 
 
 def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
-    """Keys and values stay on the host, unquantized."""
+    """Keys and values stay on the host, in a format that the plan's quality class allows."""
+    allowed = KV_FORMATS_OF[plan.quality]
     for what, kept in (("keys", plan.kv.format.key), ("values", plan.kv.format.value)):
-        if kept != KV_FORMAT:
-            yield f"it keeps {what} as {kept:.20}, and they are kept as {KV_FORMAT}"
+        if kept not in allowed:
+            yield f"it keeps {what} as {kept:.20}, and in the quality class {plan.quality} they are kept as {' or '.join(allowed)}"
     for layer, batch, tier in plan.kv.homes:
-        if tier != "host":
-            yield f"it has keys and values on the {tier}, and they are kept on the host alone"
+        if tier not in ("host", "disk"):
+            yield f"it has keys and values on the {tier}, and they are kept on host or disk"
+        if tier == "disk" and plan.stream == "matrix":
+            yield "it has keys and values on the disk and cuts layers at their matrices, and both at once is not done"
         if not (0 <= layer < model.num_layers and 0 <= batch < plan.num_micro_batches):
             yield f"it has keys and values of layer {layer} and micro-batch {batch}, and there is no such pair"
+    if len({(layer, batch) for layer, batch, _ in plan.kv.homes}) < len(plan.kv.homes):
+        yield "it gives the keys and values of some layer and micro-batch two homes"
+    on_disk = sum(spilled.num_bytes for spilled in spilled_of(model, plan).values())
+    if plan.kv.bytes.get("disk", 0) != on_disk:
+        yield f"its keys and values on the disk take {on_disk} bytes where the plan has {plan.kv.bytes.get('disk', 0)}"
 
 
 def _threads(plan: Plan) -> Iterator[str]:

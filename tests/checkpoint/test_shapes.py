@@ -32,6 +32,9 @@ PUBLISHED_PARAMETERS = {
     "qwen2.5-72b": 72_706_203_648,
     "gemma-2-9b": 9_241_705_984,
     "phi-3-mini": 3_821_079_552,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmoe-1b-7b": 6_919_161_856,
     "opt-125m": 125_239_296,
     "opt-350m": 331_196_416,
     "opt-1.3b": 1_315_758_080,
@@ -123,6 +126,28 @@ def test_dummies_in_shards_and_by_seed(tmp_path: Path, monkeypatch: pytest.Monke
     assert abs(values.mean()) < values.std() / 100
     norm = checkpoint.read_array("model.layers.1.input_layernorm.weight").view(np.uint16)
     assert set(norm.tolist()) == {0x3F80}
+
+
+def test_a_dummy_of_experts_stores_them_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    small = {**named_configs()["qwen3-30b-a3b"], "hidden_size": 128, "moe_intermediate_size": 32, "num_experts": 16, "vocab_size": 1024}
+    monkeypatch.setattr(dummy_module, "named_config", lambda _: small)
+    path = make_dummy("qwen3-30b-a3b", tmp_path / "m", layers=2)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    checkpoint = open_checkpoint(path)
+    assert sum(p.nbytes for p in model.parameters()) == weights_bytes(checkpoint.shape)
+    source = checkpoint.source("model.layers.1.mlp.experts.gate_up_proj")
+    assert len(source.runs) == 2 * 16 and source.shape == (16, 64, 128)
+
+
+def test_what_a_token_meets_of_named_shapes() -> None:
+    """As published: Mixtral 12.9 of 46.7 billion parameters, Qwen3 3.3 of 30.5."""
+    found = inspect(named_shape("mixtral-8x7b"))
+    assert (found.num_experts, found.experts_per_token, found.expert_size, found.sparse_layers) == (8, 2, 14336, 32)
+    assert found.class_bytes["experts"] == 2 * 32 * 8 * 3 * 4096 * 14336
+    assert round(found.active_parameters / 1e9, 1) == 12.9
+    assert round(inspect(named_shape("qwen3-30b-a3b")).active_parameters / 1e9, 2) == 3.35
 
 
 @pytest.mark.parametrize("deviation", [1.0, 0.3, 0.0442, 0.0167])

@@ -250,9 +250,9 @@ def test_weights_that_the_format_cannot_hold(folder, tmp_path):
 
 
 def test_memory_is_some_pieces_and_not_the_model(tmp_path):
-    """W6: a checkpoint of 130 MB, its largest tensor 32 MB, is prepared within 60 MB beyond what the program itself takes."""
+    """W6: a checkpoint of 100 MB, its largest tensor 32 MB, is prepared within 60 MB beyond what the program itself takes."""
     folder = tiny_checkpoint(
-        "llama", tmp_path / "model", dtype="bf16", num_layers=4, hidden_size=1024, intermediate_size=4096, vocab_size=16384,
+        "llama", tmp_path / "model", dtype="bf16", num_layers=1, hidden_size=1024, intermediate_size=4096, vocab_size=16384,
         num_attention_heads=16, num_key_value_heads=16,
     )  # fmt: skip
     program = (
@@ -262,6 +262,6 @@ def test_memory_is_some_pieces_and_not_the_model(tmp_path):
         "checkpoint, before = open_checkpoint(sys.argv[1]), peak()\n"
         "prepare_store(checkpoint, 'int4-g64', cache=Path(sys.argv[2])); print((peak() - before) * 1024)"
     )
-    assert sum(path.stat().st_size for path in open_checkpoint(folder).files) > 130e6
+    assert sum(path.stat().st_size for path in open_checkpoint(folder).files) > 100e6
     done = subprocess.run([sys.executable, "-c", program, str(folder), str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 60e6

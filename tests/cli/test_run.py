@@ -150,7 +150,7 @@ def test_a_plan_made_before_is_run(call: Call, profiled: Path, model: Path, tmp_
     before |= files_below(other)
     for arguments, code, word in (
         (["run", other, "--plan", "plan.json", "--input", job, "--output", "o.jsonl"], 1, "made for another model"),
-        (["run", model, "--plan", "plan.json", "--input", job, "--threads", "1"], 2, "either --plan or limits"),
+        (["run", model, "--plan", "plan.json", "--input", job, "--threads", "1"], 2, "either --plan or these"),
         (["run", model, "--plan", "plan.json", "--input", job, "--gen-len", "99", "--output", "o.jsonl"], 1, "completion of 12 tokens"),
         (["run", model, "--plan", job, "-p", "a"], 1, "plan job.jsonl is not valid"),
     ):

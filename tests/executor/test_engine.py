@@ -69,7 +69,7 @@ def test_the_request_wins_over_the_models_own_generation_settings(tiny):
     assert sampler(Sampling(), do_sample=False, temperature=0.6).generator is None
     assert sampler(Sampling(), do_sample=True, top_k=1).generator is not None
     assert sampler(Sampling(temperature=0), do_sample=True, top_k=5).generator is None
-    logits = torch.randn(checkpoint.shape.vocab_size)
+    logits = torch.randn(checkpoint.shape.vocab_size, generator=torch.Generator().manual_seed(0))
     for settings in (Sampling(top_k=1), Sampling(top_p=0.0), Sampling(temperature=1e-3, top_k=10**6)):
         assert sampler(settings).next_token(logits, [1]) == int(logits.argmax())
     seeded = [sampler(Sampling(seed=3, temperature=2.0)).next_token(logits, [1]) for _ in range(2)]

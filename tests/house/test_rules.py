@@ -25,7 +25,7 @@ def test_packages_are_typed() -> None:
 
 
 def test_no_environment_variable_is_read_outside_its_place() -> None:
-    """OMP_WAIT_POLICY in environment.py; user directories in settings.py; what a child process inherits in profiler/child.py."""
+    """OMP_WAIT_POLICY in environment.py; user directories in settings.py; what a child process inherits in profiler/apart.py."""
     words = ("os.environ", "getenv(")
     readers = [path.relative_to(ROOT).as_posix() for path in SOURCES if any(w in path.read_text(encoding="utf-8") for w in words)]
-    assert set(readers) <= {"lmoffload/environment.py", "lmoffload/settings.py", "lmoffload/profiler/child.py"}, readers
+    assert set(readers) <= {"lmoffload/environment.py", "lmoffload/settings.py", "lmoffload/profiler/apart.py"}, readers

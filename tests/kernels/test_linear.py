@@ -47,7 +47,7 @@ def assert_within_error(kernel: str, x: torch.Tensor, matrix: Matrix, pool: Pool
 def test_error_on_random_input(kernel, format_name, pool):
     for n, k in ((1, fit(32, format_name)), (37, fit(96, format_name)), (300, fit(1056, format_name)), (40, 5632)):
         matrix = random_matrix(format_name, n, k, seed=n)
-        for rows in (1, 2, 3, 6, 7, 13, 130):
+        for rows in (1, 2, 3, 7, 13, 130) if k < 5632 else (1, 9, 40):
             assert_within_error(kernel, torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)), matrix, pool)
 
 
@@ -74,7 +74,7 @@ def test_sizes_that_fill_no_vector(kernel, format_name, pool):
 
 
 @pytest.mark.parametrize(("kernel", "format_name"), PAIRS)
-@pytest.mark.parametrize("k", [32, 96, 576, 2048, 14336])
+@pytest.mark.parametrize("k", [32, 576, 2048, 14336])
 def test_bits_of_a_row_do_not_depend_on_its_company(kernel, format_name, k, pool):
     generator, k = torch.Generator().manual_seed(k), fit(k, format_name)
     matrix, x = random_matrix(format_name, 33, k), torch.randn(600, k, generator=generator)

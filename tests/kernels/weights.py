@@ -4,6 +4,7 @@ import torch
 
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.kernels.tiled import Codes, is_tiled, pack
+from lmoffload.profiler.weights import SCALE_PLACES
 from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -16,9 +17,10 @@ def random_data(format_name: str, n: int, k: int, seed: int = 0) -> torch.Tensor
         return torch.randn(n, k, generator=generator).to(PLAIN[format_name]).view(torch.uint8).flatten()
     if is_tiled(format_name):
         return pack(random_codes(format_name, n, k, generator), format_name)
-    size, scales = FORMATS[format_name].block_bytes, 4 if format_name == "q4_1" else 2
-    blocks = torch.randint(0, 256, (n * k // 32, size), generator=generator, dtype=torch.uint8)
-    blocks[:, :scales] = torch.randn(n * k // 32, scales // 2, generator=generator).half().view(torch.uint8)
+    fmt, (places, _) = FORMATS[format_name], SCALE_PLACES[format_name]
+    blocks = torch.randint(0, 256, (n * k // fmt.block_elements, fmt.block_bytes), generator=generator, dtype=torch.uint8)
+    for place in places:
+        blocks[:, place : place + 2] = torch.randn(len(blocks), 1, generator=generator).half().view(torch.uint8)
     return blocks.flatten()
 
 

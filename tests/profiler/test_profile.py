@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from lmoffload.profiler import profile
+from lmoffload.kernels.linear import kernels_for
+from lmoffload.profiler.apart import profile_apart
 from lmoffload.profiler.profile_machine import SHARES, thread_counts
 from lmoffload.profiler.progress import Clock, Progress
+from lmoffload_solver.formats import FORMATS, QUANTIZED
 from lmoffload_solver.machine import MachineProfile
 
 
@@ -21,10 +23,16 @@ def test_a_profile_in_very_little_time(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told: list[Progress] = []
-    measured = profile(quick=True, disk_path=tmp_path, on_progress=told.append, formats=("bf16",), budget_s=3.0)
+    measured = profile_apart(quick=True, disk_path=tmp_path, on_progress=told.append, formats=("bf16", "int8"), budget_s=3.0)
     assert [name for name in os.listdir(tmp_path) if "lmoffload" in name] == []
     assert MachineProfile.model_validate_json(measured.model_dump_json()) == measured
-    assert {curve.format for curve in measured.linear} == {"bf16"}
+    assert {(curve.kernel, curve.format) for curve in measured.linear} == {
+        (kernel, name) for name in ("bf16", "int8") for kernel in kernels_for(name)
+    }
+    assert {(rate.work, rate.format) for rate in measured.rates} == {(w, name) for w in ("quantize", "dequantize") for name in QUANTIZED}
+    assert [(pair.first, pair.second, pair.format) for pair in measured.contention] == [
+        ("disk_read", "host_compute", name) for name in ("bf16", "int4-g64")
+    ]
     assert {curve.phase for curve in measured.attention} == {"prefill", "decode"}
     assert {curve.threads for curve in measured.linear} == set(thread_counts(measured.host.cores, quick=True))
     assert all(curve.flops_per_s.x[0] == 4 for curve in measured.linear)
@@ -41,10 +49,9 @@ def test_a_profile_in_very_little_time(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_the_quick_profile_takes_less_than_a_minute(tmp_path: Path) -> None:
     begin = time.perf_counter()
-    measured = profile(quick=True, disk_path=tmp_path)
+    measured = profile_apart(quick=True, disk_path=tmp_path)
     assert time.perf_counter() - begin < 60
-    assert len({curve.format for curve in measured.linear}) == 6
-    assert measured.contention
+    assert {curve.format for curve in measured.linear} == {*FORMATS, *QUANTIZED}
 
 
 def test_importing_the_profiler_loads_no_torch() -> None:

@@ -48,7 +48,8 @@ def test_a_kernel_that_does_not_take_a_format_is_replaced() -> None:
 
 def test_disk_reads_by_size_and_requests_in_flight() -> None:
     disk = DiskCosts(make_machine().disks[0], 2)
-    assert disk.best_read_rate == pytest.approx(0.98e8)
+    assert disk.best_rate(1e9) == pytest.approx(0.98e8)
+    assert disk.best_rate(65536) == pytest.approx(0.49e8), "small reads are slower"
     assert disk.read_seconds(8 * MIB, 2) == pytest.approx(8 * MIB / 0.98e8)
     assert disk.read_seconds(65536, 1) == pytest.approx(65536 / 0.3e8), "a single small request"
     assert disk.read_seconds(0, 0) == 0
@@ -110,3 +111,19 @@ def test_layer_of_a_toy_by_hand() -> None:
     assert costs.decode_attention_seconds(kind.shape, [256]) == pytest.approx([256 * 256 / 2e9])
     assert costs.lookup_seconds(make_model(), False) == 0
     assert costs.lookup_seconds(make_model(), True) == pytest.approx(1e-4 / 2 + 256 / 0.98e8)
+
+
+def test_experts_of_a_toy_by_hand() -> None:
+    """16 tokens with 2 of 8 experts: all but 8 · 0.75^16 of them are hit, each by 4 tokens or a little more, padded to 8."""
+    from lmoffload_solver.costs import LayerKind, MachineCosts, Product
+
+    costs = MachineCosts(make_machine(), DiskCosts(make_machine().disks[0], 2), 1)
+    product = Product("fp32", 64, 64, num_experts=8, per_token=2)
+    hit = 8 * (1 - 0.75**16)
+    calls, rows = product.calls_and_rows(np.array([16.0]))
+    assert (calls, rows) == (pytest.approx(hit), 8)
+    halves = Product("fp32", 32, 64, num_experts=8, per_token=2, parts=2).calls_and_rows(np.array([16.0]))
+    assert halves == (pytest.approx(2 * hit), 8), "gate and up of an expert are stored apart"
+    kind = LayerKind(make_model().layers[0], (product,), 0)
+    (one,) = costs.linear.seconds("wide", "fp32", 64, 64, np.array([8.0]))
+    assert costs.linear_seconds(kind, "wide", np.array([16.0])) == [pytest.approx([hit * (1e-5 + one)])]

@@ -56,3 +56,25 @@ def test_what_does_not_fit_says_so() -> None:
     )
     told = explain(model, tight, outcome.plan)
     assert any(alternative.tokens_per_s is None for alternative in told.alternatives)
+
+
+def test_what_quantization_saves_and_costs() -> None:
+    """A slow disk: int4 weights save reading in the ratio of their bytes; slower products are told as spent."""
+    model = make_model(8, 256, 512, stored="bf16")
+    machine = make_machine(
+        64 * MIB, disk_bytes_per_s=1e7, base_bytes=4 * MIB, formats=("bf16", "int4-g64"), speeds={"int4-g64": 0.5}
+    )
+    work = make_work(8, 16, 6).model_copy(update={"quality": "int4"})
+    limits = Limits(weights_memory_share=0.1)
+    outcome = solve(model, machine, work, limits)
+    assert isinstance(outcome, Optimal)
+    assert outcome.plan.weights.format["mlp"] == outcome.plan.weights.format["attention"] == "int4-g64"
+    told = explain(model, machine, outcome.plan, limits=limits)
+    by_phase = {term.phase: term for term in told.quantization if term.what == "weights"}
+    for phase, busy in (("prefill", told.prefill.busy_s), ("decode", told.decode.busy_s)):
+        read = busy["disk_read"]
+        saved = by_phase[phase].saved_s["disk_read"]
+        assert 1.5 * read < saved <= (32 / 9 - 1) * read, "16 bits against 4.5, and larger reads are quicker"
+        assert by_phase[phase].spent_s["host_compute"] > 0
+    priced = {alternative.change: alternative.tokens_per_s for alternative in told.alternatives}
+    assert priced["weights as stored"] is None, "a tenth of the weights' memory does not hold their buffers"

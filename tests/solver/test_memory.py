@@ -32,6 +32,12 @@ def test_parts_of_a_toy() -> None:
     assert parts.phases["prefill"]["layer"] == 4 * 20 * floats + scores
 
 
+def test_quantized_keys_and_values() -> None:
+    work = Workload(prompts=(PromptGroup(length=70, count=3),), gen_len=30)
+    job = JobMemory(make_model(), work, 1000, "int8", "int4-g32")
+    assert job.kv_bytes(3) == 3 * 4 * 2 * (3 * 16 * 36 + 32 * 16 * 2 + 100 * 20), "four layers of two heads of 16"
+
+
 def test_a_streamed_head_keeps_every_logit() -> None:
     job = JobMemory(make_model(), make_work(count=16), 1000)
     streamed, whole = (job.parts(2, 8, 1, head_streams=flag, layers_cut=False).phases["decode"]["head"] for flag in (True, False))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -15,18 +14,24 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lmoffload_solver import memory
+from lmoffload_solver.blocks import Step, decode_steps
+from lmoffload_solver.bounds import Bounds
+from lmoffload_solver.candidate import Candidate, Domain
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.evaluate import Candidate, Evaluator
+from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.explain import candidate_of
+from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
+from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Program
-from lmoffload_solver.search import Domain, Infeasible, Optimal, Search, TimedOut, solve
+from lmoffload_solver.search import Infeasible, Optimal, TimedOut, solve
 from lmoffload_solver.simulate import step_ends
 from lmoffload_solver.timeline import PlanCosts, block_timeline
-from lmoffload_solver.value import parse_value
+from lmoffload_solver.value import Quality, parse_value
+from lmoffload_solver.variants import Offered, Variant, offered
 from lmoffload_solver.workload import Limits, PromptGroup, Workload
 from tests.solver.toys import MIB, make_machine, make_model, make_work
 
@@ -51,6 +56,16 @@ machines = st.builds(
     base_bytes=st.just(BASE),
     slowdowns=st.sampled_from([None, (1.05, 1.2), (2.5, 1.5)]),
 )
+quantizing_machines = st.builds(
+    make_machine,
+    st.integers(4 * MIB, 12 * MIB),
+    disk_bytes_per_s=st.sampled_from([1e7, 1e8, 1e9]),
+    flops_per_s=st.sampled_from([1e9, 1e10]),
+    base_bytes=st.just(BASE),
+    formats=st.just(("fp32", "bf16", "int8", "int4-g32")),
+    speeds=st.fixed_dictionaries({"int8": st.sampled_from([0.5, 1.0, 3.0]), "int4-g32": st.sampled_from([0.5, 1.0, 3.0])}),
+    kv_formats=st.just(("fp32", "bf16")),
+)
 works = st.builds(
     lambda groups, gen_len: Workload(prompts=tuple(PromptGroup(length=n, count=c) for n, c in groups), gen_len=gen_len),
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=3),
@@ -64,7 +79,7 @@ all_limits = st.builds(
     micro_batch=st.sampled_from([None, 3]),
     num_micro_batches=st.sampled_from([None, 2]),
 )
-slow = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 
 
 @slow
@@ -114,12 +129,25 @@ def assert_infeasible_by(outcome: Infeasible, model: ModelShape, machine: Machin
 @settings(slow, max_examples=12)
 @given(models, machines, small_works)
 def test_search_finds_what_trying_everything_finds(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
-    outcome = solve(model, machine, work, Limits())
-    evaluator = Evaluator(model, machine, disk_of(machine, None), work, Limits())
-    domain = Domain.of(model, machine, work, Limits())
-    search = Search(evaluator, domain, time.perf_counter() + 60)
-    best = float("inf")
-    for bound, candidate in every_candidate(evaluator, domain):
+    check_against_everything(model, machine, work, Limits())
+
+
+@settings(slow, max_examples=6)
+@given(models, quantizing_machines, small_works, st.sampled_from(["int8", "int4", "any"]), st.booleans())
+def test_with_every_format_too(model: ModelShape, machine: MachineProfile, work: Workload, quality: Quality, one: bool) -> None:
+    limits = Limits(micro_batch=4, num_micro_batches=1 if one else 2, threads=1)
+    check_against_everything(model, machine, work.model_copy(update={"quality": quality}), limits)
+
+
+def check_against_everything(model: ModelShape, machine: MachineProfile, work: Workload, limits: Limits) -> None:
+    """The search's plan is the best of all placements of all candidates, and every bound is one."""
+    outcome = solve(model, machine, work, limits)
+    prices, domain = Prices(model, machine, disk_of(machine, None), work, limits), Domain.of(model, machine, work, limits)
+    choices = offered(model, machine, domain.threads, work.quality, None)
+    best, count = float("inf"), 0
+    for evaluator, candidate in every_candidate(prices, domain, choices):
+        count += 1
+        bound = evaluator.bound_s(candidate)
         for placement in evaluator.placements(candidate):
             total = evaluator.simulate(candidate, placement).total_s
             assert bound <= total * (1 + 1e-9), "the bound goes no higher than what is simulated"
@@ -129,17 +157,24 @@ def test_search_finds_what_trying_everything_finds(model: ModelShape, machine: M
     else:
         assert isinstance(outcome, Optimal)
         assert outcome.plan.predicted.total_s == pytest.approx(best, rel=1e-9)
-    assert len(list(search.bounds())) <= len(list(every_candidate(evaluator, domain)))
+    found = list(Bounds(prices, domain, choices))
+    assert len(found) <= count
+    for bound, candidate in found[:: max(1, len(found) // 50)]:
+        assert bound == pytest.approx(Evaluator(prices, candidate.variant).bound_s(candidate), rel=1e-9), "the closed form in both its ways"
 
 
-def every_candidate(evaluator: Evaluator, domain: Domain) -> Iterator[tuple[float, Candidate]]:
-    """The whole domain by plain loops, each with its closed-form bound."""
-    kernels = {curve.kernel for curve in evaluator.machine.linear if curve.format == evaluator.model.head.format}
-    depths = np.array(domain.depths, dtype=float)
-    for threads, (size, count), prefill, decode, stream in product(domain.threads, domain.micro_batches, kernels, kernels, domain.streams):
-        candidate = Candidate(size, count, threads, prefill, decode, 0, stream)
-        for depth, bound in zip(domain.depths, evaluator.bound_s(candidate, depths), strict=True):
-            yield float(bound), replace(candidate, prefetch_depth=depth)
+def every_candidate(prices: Prices, domain: Domain, choices: Offered) -> Iterator[tuple[Evaluator, Candidate]]:
+    """The whole domain by plain loops."""
+    stored = {curve.kernel for curve in prices.machine.linear if curve.format == prices.model.head.format}
+    packed = {curve.kernel for curve in prices.machine.linear if curve.format in QUANTIZED}
+    for chosen, kv_format in product(product(*choices.weights.values()), choices.kv):
+        lossy = tuple((name, fmt) for name, fmt in zip(choices.weights, chosen, strict=True) if fmt is not None)
+        evaluator = Evaluator(prices, Variant(lossy, kv_format))
+        names = {f"{q}+{s}" for q in packed for s in stored} if lossy else stored
+        for threads, (size, count), prefill, decode, stream, depth in product(
+            domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths
+        ):
+            yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant)
 
 
 @slow
@@ -148,9 +183,9 @@ def test_closed_form_program_and_simulation_are_in_order(model: ModelShape, mach
     outcome = solve(model, machine, work, Limits(weights_memory_share=0.6))
     assume(isinstance(outcome, Optimal))
     plan = outcome.plan
-    evaluator = Evaluator(model, machine, disk_of(machine, None), work, Limits(weights_memory_share=0.6))
-    candidate = candidate_of(plan)
-    closed = float(evaluator.bound_s(candidate, np.array([float(plan.prefetch_depth)]))[0])
+    evaluator = Evaluator(Prices(model, machine, disk_of(machine, None), work, Limits(weights_memory_share=0.6)), Variant())
+    candidate = candidate_of(model, plan)
+    closed = evaluator.bound_s(candidate)
     solution = Program(evaluator.program_choices(candidate)).solve()
     assert solution is not None
     assert closed <= solution.total_s * (1 + 1e-6)
@@ -168,9 +203,7 @@ def test_a_plan_walked_task_by_task(
     )
     assume(isinstance(outcome, Optimal))
     plan = outcome.plan
-    costs = PlanCosts(model, machine, plan, steps=Evaluator(
-        model, machine, machine.disks[0], plan.workload, Limits()
-    ).job(plan.threads["compute"]).steps)  # fmt: skip
+    costs = PlanCosts(model, machine, plan, steps=(Step(0, 1.0), *decode_steps(gen_len)))
     ends = step_ends(block_timeline(costs))
     spans = np.diff(ends, prepend=0.0) * [step.weight for step in costs.steps]
     assert plan.predicted.prefill_s == pytest.approx(spans[0])
@@ -183,9 +216,11 @@ def test_a_plan_walked_task_by_task(
 def test_more_memory_is_never_slower_in_the_bound(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
     domain = Domain.of(model, machine, work, Limits())
     host = machine.host.model_copy(update={"memory_usable_bytes": machine.host.memory_usable_bytes + MIB})
+    exact = offered(model, machine, domain.threads, "exact", None)
     here, more = (
-        {candidate: bound for bound, candidate in every_candidate(Evaluator(model, m, m.disks[0], work, Limits()), domain)}
+        {candidate: evaluator.bound_s(candidate) for evaluator, candidate in every_candidate(prices, domain, exact)}
         for m in (machine, machine.model_copy(update={"host": host}))
+        for prices in (Prices(model, m, m.disks[0], work, Limits()),)
     )
     assert all(more[candidate] <= bound for candidate, bound in here.items())
 
@@ -220,8 +255,8 @@ def test_prices_are_those_of_a_little_more() -> None:
 
     def program(rate: float) -> float:
         machine = make_machine(disk_bytes_per_s=rate)
-        evaluator = Evaluator(model, machine, machine.disks[0], work, limits)
-        solution = Program(evaluator.program_choices(candidate_of(outcome.plan))).solve()
+        evaluator = Evaluator(Prices(model, machine, machine.disks[0], work, limits), Variant())
+        solution = Program(evaluator.program_choices(candidate_of(model, outcome.plan))).solve()
         assert solution is not None
         return tokens / solution.total_s
 
@@ -288,4 +323,4 @@ def test_a_looser_quality_that_is_not_made_use_of_is_told() -> None:
     work = make_work().model_copy(update={"quality": "int4"})
     outcome = solve(make_model(), make_machine(), work, Limits())
     assert isinstance(outcome, Optimal)
-    assert any("only exact plans" in remark for remark in outcome.plan.remarks)
+    assert any("the plan is exact" in remark for remark in outcome.plan.remarks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from lmoffload_solver.machine import (
     AttentionCurve,
@@ -36,19 +37,26 @@ def make_machine(
     slowdowns: tuple[float, float] | None = None,
     overheads: Overheads | None = None,
     formats: Sequence[str] = ("fp32", "bf16"),
+    speeds: Mapping[str, float] = MappingProxyType({}),
+    kv_formats: Sequence[str] = ("fp32",),
 ) -> MachineProfile:
-    """Two kernels: "wide" is quicker at many rows, "narrow" at few; a second thread gives 1.8 times the rate. "narrow" takes bf16 alone."""
+    """Two kernels: "wide" is quicker at many rows, "narrow" at few; a second thread gives 1.8 times the rate. "narrow" takes bf16 alone.
+
+    Args:
+        speeds: factors of the rates of formats.
+    """
     linear = []
     for threads, speed in ((1, 1.0), (2, 1.8)):
         for name in formats:
-            wide = curve((1, 16, 256, 1024), [flops_per_s * speed * share for share in (0.1, 0.5, 1.0, 1.0)])
+            wide = curve((1, 16, 256, 1024), [flops_per_s * speed * speeds.get(name, 1.0) * share for share in (0.1, 0.5, 1.0, 1.0)])
             linear.append(LinearCurve(kernel="wide", format=name, threads=threads, n=64, k=64, flops_per_s=wide))
         narrow = curve((1, 16, 256), [flops_per_s * speed * share for share in (0.4, 0.6, 0.6)])
         linear.append(LinearCurve(kernel="narrow", format="bf16", threads=threads, n=64, k=64, flops_per_s=narrow))
     attention = []
     for threads, speed in ((1, 1.0), (2, 1.9)):
-        attention.append(AttentionCurve(phase="prefill", format="fp32", threads=threads, rate=curve((16, 256), (1e9 * speed, 4e9 * speed))))
-        attention.append(AttentionCurve(phase="decode", format="fp32", threads=threads, rate=curve((16, 256), (1e9 * speed, 2e9 * speed))))
+        prefill, decode = curve((16, 256), (1e9 * speed, 4e9 * speed)), curve((16, 256), (1e9 * speed, 2e9 * speed))
+        attention.append(AttentionCurve(phase="prefill", format="fp32", threads=threads, rate=prefill))
+        attention += [AttentionCurve(phase="decode", format=name, threads=threads, rate=decode) for name in kv_formats]
     read = tuple(
         TransferCurve(threads=threads, bytes_per_s=curve((65536, 4 * MIB), (disk_bytes_per_s * share * 0.5, disk_bytes_per_s * share)))
         for threads, share in ((1, 0.6), (2, 0.98), (4, 1.0))

@@ -1,0 +1,41 @@
+"""One sequence of a job as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lmoffload.executor.request import Request
+from lmoffload.executor.sampling import Sampler
+from lmoffload_solver.errors import StatedError
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence as it grows."""
+
+    request: Request
+    sampler: Sampler
+    tokens: list[int]
+    """Prompt and generated tokens; the newest one has no keys and values yet."""
+    finish_reason: Literal["stop", "length", "error"] | None = None
+    generated: list[int] = field(default_factory=list)
+    """Tokens of the completion, the end token left out."""
+
+    @property
+    def active(self) -> bool:
+        return self.finish_reason is None
+
+
+def make_row(request: Request, defaults: Mapping[str, Any], vocab_size: int) -> Row:
+    """A row for a request.
+
+    Raises:
+        StatedError: the prompt is empty or holds a token outside the vocabulary.
+    """
+    if not request.token_ids:
+        raise StatedError("The prompt is empty.")
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+        raise StatedError(f"The prompt holds a token outside the model's vocabulary of {vocab_size}.")
+    return Row(request, Sampler.of(request, defaults, vocab_size), list(request.token_ids))

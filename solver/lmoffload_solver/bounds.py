@@ -1,0 +1,328 @@
+"""Closed-form bounds of every candidate of the domain: the program solved by hand, before any candidate is looked at alone.
+
+What a class of tensors costs in a format adds up over the classes, so formats are priced class by class. A format of a class that takes
+no fewer bytes and no less time than another, in every sampled step, is dominated: any placement does as well with the other. The same
+holds of kernels and of formats of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from lmoffload_solver import counting
+from lmoffload_solver.blocks import BatchSizes, Block
+from lmoffload_solver.candidate import Candidate, Domain
+from lmoffload_solver.costs import PHASES, Contention, Phase
+from lmoffload_solver.counting import Array
+from lmoffload_solver.prices import Prices
+from lmoffload_solver.rounding import Stream
+from lmoffload_solver.schedule import aligned_bytes, largest_read
+from lmoffload_solver.value import TensorClass
+from lmoffload_solver.variants import EXACT, Offered, Variant, placed_classes
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """Seconds of computing in the sampled steps of all different blocks, one row for each."""
+
+    weight: Array
+    """Steps of the job that each stands for."""
+    compute: Array
+    early: Array
+    """1 where units in the ring buffers may have been read before the step begins, while a longer step computed; else 0."""
+    layer: Array
+    """The quickest layer; 0 where layers are cut."""
+
+
+def streaming_bound_s(
+    sums: StepSums, slow: Contention, read_bytes_per_s: float, largest_unit: float, head_bytes: float, depths: Array, streamed: Array
+) -> Array:
+    """Seconds of the job that streaming so many bytes per step does not go below, for each pair of prefetch depth and bytes."""
+    early = (depths + 1) * (largest_unit / read_bytes_per_s)
+    layers = np.maximum(0.0, streamed - head_bytes) / largest_unit
+    return reading_bound_s(sums, slow, depths, streamed / read_bytes_per_s, early, layers)
+
+
+def reading_bound_s(sums: StepSums, slow: Contention, depths: Array, read_s: Array, early_s: Array, layers: Array) -> Array:
+    """Seconds of the job that so many seconds of reading a step do not go below, for each prefetch depth: the rows of `program.Program`.
+
+    Args:
+        early_s: reading that the ring buffers may have taken in before a step begins.
+        layers: layers that stream, at least.
+    """
+    reading = read_s[:, None] - early_s[:, None] * sums.early
+    ahead = np.maximum(
+        reading + sums.compute * (slow.compute * (1 - 1 / slow.read)), sums.compute + reading * (slow.read * (1 - 1 / slow.compute))
+    )
+    serial = reading + layers[:, None] * sums.layer
+    return np.asarray(np.maximum(sums.compute, np.where((depths > 0)[:, None], ahead, serial)) @ sums.weight)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A format of a class (None: as stored): its bytes and seconds."""
+
+    format: str | None
+    per_kind: Array
+    """Bytes of a layer, by kind of layer."""
+    largest: float
+    """Bytes of the largest matrix."""
+    aligned: float
+    """Bytes that all of it takes at home."""
+    stored: float
+    seconds: Array
+    """[phases, blocks, kinds of layers + head]."""
+
+    def no_better(self, other: _Option) -> bool:
+        """Whether the other takes no more in every respect."""
+        return bool((self.per_kind >= other.per_kind).all() and self.stored >= other.stored and (self.seconds >= other.seconds).all())
+
+
+class Bounds:
+    """The domain of a job and its bounds."""
+
+    def __init__(self, prices: Prices, domain: Domain, offered: Offered) -> None:
+        self.prices, self.domain, self.offered = prices, domain, offered
+        self.model = prices.model
+        self.classes = placed_classes(self.model)
+        formats = dict.fromkeys(fmt for options in offered.weights.values() for fmt in options if fmt is not None)
+        self.formats: tuple[str, ...] = tuple(formats)
+        self.uniform: dict[str | None, Variant] = {None: EXACT, **{fmt: self._all_in(fmt) for fmt in self.formats}}
+        threads = domain.threads[0]
+        maps = [prices.job(threads, variant).kind_of_layer for variant in self.uniform.values()]
+        kinds = list(zip(*maps, strict=True))
+        distinct = list(dict.fromkeys(kinds))
+        self.layer_of_kind = [kinds.index(kind) for kind in distinct]
+        self.layers_of_kind = np.array([kinds.count(kind) for kind in distinct], dtype=np.float64)
+        self.bytes = {(name, fmt): self._bytes(name, fmt) for name in self.classes for fmt in offered.weights[name]}
+        self.head_class: TensorClass = self.model.head.tensor_class
+        matrices = sum(counting.num_linears(self.model, layer) for layer in range(self.model.num_layers))
+        self.num_units: dict[Stream, int] = {"layer": self.model.num_layers, "matrix": matrices}
+        self.linears = cache(self._linears)
+        self.rests = cache(self._rests)
+        self.sizes = cache(self._sizes)
+
+    def __iter__(self) -> Iterator[tuple[float, Candidate]]:
+        """Every candidate that may fit and is not dominated, with its bound."""
+        for threads in self.domain.threads:
+            for size, count in self.domain.micro_batches:
+                yield from self._of_block(threads, size, count)
+
+    # Formats and kernels
+
+    def _all_in(self, fmt: str) -> Variant:
+        return Variant(tuple((name, fmt) for name, options in self.offered.weights.items() if fmt in options))
+
+    def _bytes(self, name: TensorClass, fmt: str | None) -> tuple[Array, float, float, float]:
+        """(bytes of a layer by kind, of the largest matrix, of all at home, of all as stored) of a class in a format."""
+        kept = self.prices.kept(self.uniform[fmt])
+        matrices = [counting.layer_matrices(kept, layer) for layer in self.layer_of_kind]
+        of_class = [[t for t in of_layer if t.tensor_class == name] for of_layer in matrices]
+        sizes = [[counting.tensor_bytes(t) for t in of_layer] for of_layer in of_class]
+        per_kind = np.array([sum(of_layer) for of_layer in sizes], dtype=np.float64)
+        homes = [sum(aligned_bytes(counting.tensor_bytes(t), t.num_runs) for t in of_layer) for of_layer in of_class]
+        aligned = sum(count * home for count, home in zip(self.layers_of_kind, homes, strict=True))
+        outside = [t for t in dict.fromkeys((kept.head, kept.embedding)) if t.tensor_class == name]
+        stored = float(per_kind @ self.layers_of_kind) + sum(counting.tensor_bytes(t) for t in outside if t is kept.head)
+        return (
+            per_kind,
+            float(max((size for of_layer in sizes for size in of_layer), default=0)),
+            float(aligned + sum(aligned_bytes(counting.tensor_bytes(t)) for t in outside)),
+            stored,
+        )
+
+    def _linears(self, threads: int, size: int, count: int, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
+        """Seconds of each class in a format, [blocks, kinds + head]."""
+        job = self.prices.job(threads, self.uniform[fmt])
+        found = {name: np.zeros((len(self._blocks(size, count)), len(self.layer_of_kind) + 1)) for name in self.classes}
+        for number, block in enumerate(self._blocks(size, count)):
+            sizes = self.sizes(threads, block, size, phase)
+            linears = job.linear_seconds(sizes, kernel)
+            for place, layer in enumerate(self.layer_of_kind):
+                of_kind = linears[job.kind_of_layer[layer]]
+                for tensor, seconds in zip(counting.layer_matrices(job.model, layer), of_kind, strict=True):
+                    found[tensor.tensor_class][number, place] += seconds
+            found[self.head_class][number, -1] = job.head_seconds(sizes, kernel)
+        return found
+
+    def _blocks(self, size: int, count: int) -> tuple[Block, ...]:
+        return self.prices.blocks(size * count)
+
+    def _sizes(self, threads: int, block: Block, size: int, phase: Phase) -> BatchSizes:
+        return self.prices.job(threads, EXACT).sizes(block, size, phase)
+
+    def _stored_kernels(self, threads: int, size: int, count: int, phase: Phase) -> list[str]:
+        known = self.prices.costs(threads).linear.kernels(counting.main_format(self.model))
+        times = {kernel: self.linears(threads, size, count, phase, None, kernel) for kernel in known}
+        return _undominated({kernel: np.concatenate([a.ravel() for a in classes.values()]) for kernel, classes in times.items()})
+
+    def _quantized_kernels(self, threads: int, size: int, count: int, phase: Phase) -> list[str | None]:
+        """Kernels for what is quantized; None alone where nothing is."""
+        linear = self.prices.costs(threads).linear
+        known = dict.fromkeys(kernel for fmt in self.formats for kernel in linear.kernels(fmt))
+        times = {}
+        for kernel in known:
+            taken = [self._quantized(threads, size, count, phase, fmt, kernel) for fmt in self.formats]
+            times[kernel] = np.concatenate([a.ravel() for classes in taken for a in classes.values()])
+        return list(_undominated(times)) or [None]
+
+    def _quantized(self, threads: int, size: int, count: int, phase: Phase, fmt: str, kernel: str | None) -> dict[TensorClass, Array]:
+        """As `linears`; infinite where the kernel was not measured for the format, or may not be used with it."""
+        assert kernel is not None
+        usable = kernel in self.prices.costs(threads).linear.kernels(fmt) and self.offered.takes(kernel, fmt)
+        found = self.linears(threads, size, count, phase, fmt, kernel)
+        return found if usable else {name: np.full_like(seconds, np.inf) for name, seconds in found.items()}
+
+    # Candidates of a block
+
+    def _of_block(self, threads: int, size: int, count: int) -> Iterator[tuple[float, Candidate]]:
+        rooms = self._rooms(threads, size, count)
+        if not rooms:
+            return
+        stored = [self._stored_kernels(threads, size, count, phase) for phase in PHASES]
+        quantized = [self._quantized_kernels(threads, size, count, phase) for phase in PHASES]
+        kv_options = self._kv_options(threads, size, count, tuple(rooms))
+        for as_stored, packed in product(product(*stored), product(*quantized)):
+            options = [self._options(threads, size, count, name, as_stored, packed) for name in self.classes]
+            first = packed == (quantized[0][0], quantized[1][0])
+            for chosen in product(*options):
+                lossy = tuple((name, option.format) for name, option in zip(self.classes, chosen, strict=True) if option.format is not None)
+                if not lossy and not first:
+                    continue
+                prefill, decode = (k if not lossy or q in (None, k) else f"{q}+{k}" for k, q in zip(as_stored, packed, strict=True))
+                for kv_format in kv_options:
+                    candidate = Candidate(size, count, threads, prefill, decode, 0, "layer", Variant(lossy, kv_format))
+                    yield from self._bounded(candidate, chosen, rooms[kv_format])
+
+    def _rooms(self, threads: int, size: int, count: int) -> dict[str, dict[Stream, int]]:
+        """Bytes for matrices by format of keys and values, then by what streams; formats that leave nothing are left out."""
+        found = {}
+        for kv_format in self.offered.kv:
+            rooms: dict[Stream, int] = {}
+            for stream in self.domain.streams:
+                parts = self.prices.memory(kv_format).parts(size, count, threads, head_streams=False, layers_cut=stream == "matrix")
+                rooms[stream] = self.prices.within_weights(self.prices.capacity.memory_bytes - parts.total)
+            if max(rooms.values()) >= 0:
+                found[kv_format] = rooms
+        return found
+
+    def _kv_options(self, threads: int, size: int, count: int, known: Sequence[str]) -> list[str]:
+        """Formats of keys and values that none of fewer bytes beats in every step."""
+        kept: list[str] = []
+        times = {kv_format: self.rests(threads, size, count, kv_format) for kv_format in known}
+        for kv_format in known:
+            rows = size * count
+            size_of = {other: self.prices.memory(other).kv_bytes(rows) for other in known}
+            better = (o for o in known if o != kv_format and size_of[o] < size_of[kv_format] and (times[o] <= times[kv_format]).all())
+            if next(better, None) is None:
+                kept.append(kv_format)
+        return kept
+
+    def _rests(self, threads: int, size: int, count: int, kv_format: str) -> Array:
+        """What is no linear layer: [blocks, steps, kinds]."""
+        job = self.prices.job(threads, Variant((), kv_format))
+        kinds = [job.kind_of_layer[layer] for layer in self.layer_of_kind]
+        found = []
+        for block in self._blocks(size, count):
+            by_phase = {phase: self.sizes(threads, block, size, phase) for phase in PHASES}
+            rests = [job.rest_seconds(block, by_phase["decode" if step.step else "prefill"], step.step) for step in job.steps]
+            found.append([[of_step[kind] for kind in kinds] for of_step in rests])
+        return np.array(found)
+
+    def _options(
+        self, threads: int, size: int, count: int, name: TensorClass, stored: Sequence[str], packed: Sequence[str | None]
+    ) -> list[_Option]:
+        """The formats of a class under these kernels (one of each phase) that no other beats."""
+        found: list[_Option] = []
+        for fmt in self.offered.weights[name]:
+            if fmt is None:
+                seconds = [self.linears(threads, size, count, phase, None, k)[name] for phase, k in zip(PHASES, stored, strict=True)]
+            else:
+                seconds = [self._quantized(threads, size, count, phase, fmt, k)[name] for phase, k in zip(PHASES, packed, strict=True)]
+            option = _Option(fmt, *self.bytes[name, fmt], np.array(seconds))
+            if np.isfinite(option.seconds).all():
+                found.append(option)
+        if name == "embedding" and name != self.head_class:
+            return [found[0], *found[-1:]] if len(found) > 1 else found  # its bytes alone count: as stored, or the narrowest
+        kept: list[_Option] = []
+        for option in found:  # of two that are alike in every respect the first one, as stored if that is one of them
+            if not any(option.no_better(other) for other in kept):
+                kept = [*(other for other in kept if not other.no_better(option)), option]
+        return kept
+
+    def _bounded(self, candidate: Candidate, chosen: Sequence[_Option], rooms: dict[Stream, int]) -> Iterator[tuple[float, Candidate]]:
+        depths = np.array(self.domain.depths, dtype=np.float64)
+        costs = self.prices.costs(candidate.threads)
+        per_kind = sum((option.per_kind for option in chosen), np.zeros(len(self.layer_of_kind)))
+        head_bytes = next(o.stored for n, o in zip(self.classes, chosen, strict=True) if n == self.head_class)
+        all_at_home = sum(option.aligned for option in chosen)
+        sums = self._sums(candidate, chosen)
+        for stream in self.domain.streams:
+            if stream == "matrix" and all_at_home <= rooms[stream]:
+                continue  # nothing streams
+            total = float(per_kind @ self.layers_of_kind) + head_bytes
+            least = least_streamed(total, head_bytes, self.num_units[stream], rooms[stream], depths)
+            fits = np.isfinite(least)
+            if not fits.any():
+                continue
+            largest = float(per_kind.max()) if stream == "layer" else max(option.largest for option in chosen)
+            of_stream = sums if stream == "layer" else StepSums(sums.weight, sums.compute, sums.early, np.zeros_like(sums.layer))
+            rate = costs.disk.best_rate(largest_read(largest, head_bytes))
+            bounds = streaming_bound_s(of_stream, costs.contention, rate, largest, head_bytes, depths, np.where(fits, least, 0.0))
+            for depth, bound, fit in zip(self.domain.depths, bounds.tolist(), fits.tolist(), strict=True):
+                if fit:
+                    yield bound, candidate.streaming(stream, depth)
+
+    def _sums(self, candidate: Candidate, chosen: Sequence[_Option]) -> StepSums:
+        threads, size, count = candidate.threads, candidate.micro_batch, candidate.num_micro_batches
+        job = self.prices.job(threads, Variant((), candidate.variant.kv_format))
+        seconds = sum((option.seconds for option in chosen), np.zeros_like(chosen[0].seconds))
+        rests = self.rests(threads, size, count, candidate.variant.kv_format)
+        weight, compute, early, layer = [], [], [], []
+        for number, block in enumerate(self._blocks(size, count)):
+            for place, step in enumerate(job.steps):
+                phase: Phase = "decode" if step.step else "prefill"
+                linear = seconds[PHASES.index(phase), number]
+                layers = linear[:-1] + rests[number, place]
+                outside = self._outside(threads, size, count, number, phase)
+                weight.append(block.count * step.weight)
+                compute.append(float(layers @ self.layers_of_kind) + float(linear[-1]) + outside)
+                early.append(float(step.step == 1 or (step.step == 0 and (number > 0 or block.count > 1))))
+                layer.append(float(layers.min()))
+        return StepSums(np.array(weight), np.array(compute), np.array(early), np.array(layer))
+
+    def _outside(self, threads: int, size: int, count: int, number: int, phase: Phase) -> float:
+        """What a step costs outside layers and the head's product, the head in one piece."""
+        job, block = self.prices.job(threads, EXACT), self._blocks(size, count)[number]
+        sizes = self.sizes(threads, block, size, phase)
+        return job.piece_seconds(sizes) + job.around_seconds(block, sizes)
+
+
+def least_streamed(total: float, head: float, units: int, room: float, depths: Array) -> Array:
+    """Q, the least bytes that stream, for each depth; infinite where even a full stream does not fit.
+
+    Reading is the same for all steps, so the least streamed bytes are best: total − Q bytes stay at home and the ring takes
+    (depth + 1)·(Q − head)/(units of all layers), within the room."""
+    excess = total - room
+    if excess <= 0:
+        return np.zeros(len(depths))
+    if excess <= head:
+        return np.full(len(depths), excess)
+    share = (depths + 1) / units
+    with np.errstate(divide="ignore", invalid="ignore"):
+        streamed = np.where(share < 1, (excess - share * head) / (1 - share), np.inf)
+    return np.asarray(np.where(streamed <= total, streamed, np.inf))
+
+
+def _undominated(times: dict[str, Array]) -> list[str]:
+    """The names, quickest first, of those that are somewhere quicker than each of the others kept."""
+    kept: list[str] = []
+    for name in sorted(times, key=lambda name: float(np.nan_to_num(times[name], posinf=1e30).sum())):
+        if not any((times[other] <= times[name]).all() for other in kept):
+            kept.append(name)
+    return kept

@@ -1,0 +1,85 @@
+"""Candidate: the discrete choices of a plan; and the domain they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.rounding import Stream
+from lmoffload_solver.threads import compute_choices
+from lmoffload_solver.variants import EXACT, Variant
+from lmoffload_solver.workload import Limits, Workload
+
+MOST_PREFETCH = 4
+MOST_MICRO_BATCHES = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The discrete choices."""
+
+    micro_batch: int
+    num_micro_batches: int
+    threads: int
+    prefill_kernel: str
+    decode_kernel: str
+    prefetch_depth: int
+    stream: Stream = "layer"
+    variant: Variant = EXACT
+
+    @property
+    def block_rows(self) -> int:
+        return self.micro_batch * self.num_micro_batches
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Every kernel named."""
+        return (*self.prefill_kernel.split("+"), *self.decode_kernel.split("+"))
+
+    def streaming(self, stream: Stream, prefetch_depth: int) -> Candidate:
+        """The same with another way to stream."""
+        return replace(self, stream=stream, prefetch_depth=prefetch_depth)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What the search chooses from.
+
+    Micro-batch: 2^i, 3·2^i, and the job cut into 1 to 4 equal parts. Number of micro-batches: 2^i, 3·2^i up to 64, and the job cut into 1
+    to 4 equal blocks. Prefetch depth 0 to 4. Layers streamed whole or matrix by matrix. Every measured number of compute threads. Per
+    phase every measured kernel: one for the model's main stored format, one for what is quantized. Limits fix a choice. A block larger
+    than the job is the job. Which formats there are to choose from, `variants.Offered` says.
+    """
+
+    micro_batches: tuple[tuple[int, int], ...]
+    """(micro-batch, number of micro-batches)."""
+    threads: tuple[int, ...]
+    depths: tuple[int, ...]
+    streams: tuple[Stream, ...] = ("layer", "matrix")
+
+    @staticmethod
+    def of(model: ModelShape, machine: MachineProfile, workload: Workload, limits: Limits) -> Domain:
+        """The domain of a job.
+
+        Raises:
+            StatedError: the profile has no curve for a stored format of the model.
+        """
+        cores = machine.host.cores if limits.threads is None else min(limits.threads, machine.host.cores)
+        formats = frozenset(t.format for t in model.tensors if t.is_matrix)
+        num = workload.num_prompts
+        sizes = _sizes(num, num) if limits.micro_batch is None else (min(limits.micro_batch, num),)
+        pairs: list[tuple[int, int]] = []
+        for size in sizes:
+            most = -(-num // size)
+            fixed = limits.num_micro_batches
+            counts = _sizes(most, MOST_MICRO_BATCHES) if fixed is None else (min(fixed, most),)
+            pairs.extend((size, count) for count in counts)
+        return Domain(tuple(pairs), compute_choices(machine, formats, cores), tuple(range(MOST_PREFETCH + 1)))
+
+
+def _sizes(total: int, most: int) -> tuple[int, ...]:
+    """2^i and 3·2^i up to `total` and `most`, and `total` cut into 1 to 4 equal parts, ascending."""
+    grid = {factor << i for factor in (1, 3) for i in range(total.bit_length())}
+    grid |= {-(-total // parts) for parts in range(1, 5)}
+    return tuple(sorted(size for size in grid if size <= min(total, most)))
