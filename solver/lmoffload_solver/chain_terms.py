@@ -97,7 +97,7 @@ class ChainTerms:
         self.blocks = ChainBlock(*(np.array([getattr(b, name) for b in flat], dtype=np.float64) for name in ChainBlock.__annotations__))
         self.numbers = [number for of_pair in blocks for number in range(len(of_pair))]
         self._most_streams = [pair[1] for pair, of_pair in zip(pairs, blocks, strict=True) for _ in of_pair]
-        self.weight = np.array([[step.weight] for step in job.steps]) * self.blocks.count
+        self.weight: Array = np.asarray(np.array([[step.weight] for step in job.steps]) * self.blocks.count)
         self.upload_rate = self.costs.link_rate("upload", True)
         self.contention = Contention.of(machine, "upload", "host_attention")
         self.steps, self.packed, self.sizes = cache(self._steps), cache(self._packed), cache(self._sizes)
@@ -148,7 +148,7 @@ class ChainTerms:
         groups: list[tuple[int | None, int]] = [*self.layers.items()]
         if self.model.head.tensor_class in chosen:
             groups.append((None, 1))
-        found = np.zeros_like(self.weight)
+        found: Array = np.zeros(self.weight.shape)
         if not chosen:
             return found
         for row, step in enumerate(self.job.steps):
@@ -222,7 +222,7 @@ class ChainTerms:
         if not hidden_moves:
             arrays["load_hidden"] = arrays["store_hidden"] = np.zeros(len(arrays["device"]))
         names = tuple(f"{number}.{step}" for number in self.numbers[begin:end] for step in table.names)
-        return StepTerms(names, **arrays)  # type: ignore[arg-type]
+        return StepTerms(names, **arrays)
 
     def packed_of_pair(
         self, pair: tuple[int, int], formats: tuple[tuple[TensorClass, str], ...], products: tuple[Products, Products]

@@ -127,12 +127,13 @@ def test_weights_memory_is_kept() -> None:
 
 
 def test_threads_granted_are_not_exceeded_and_cost_what_they_cost() -> None:
-    model = make_model(6, 256, 512, stored="bf16")
-    machine = make_device_machine(5 * MIB // 2, 16 * MIB, link=5e7, host_attention=2e10, cores=16)
-    work = make_work(8, 256, 8)
+    """The host attends where it is quicker than the device, as it is with enough threads."""
+    model = make_model(4, 256, 512, stored="bf16")
+    machine = make_device_machine(16 * MIB, 32 * MIB, link=1e10, host_attention=4e10, cores=16).model_copy(update={"attention": ()})
+    work = make_work(4, 512, 8)
     rates = []
-    for threads in (3, 4, 8, None):
-        plan = plan_in(solve(model, machine, work, Limits(threads=threads)))
+    for threads in (3, 6, None):
+        plan = plan_in(solve(model, machine, work, Limits(threads=threads, micro_batch=1, num_micro_batches=2)))
         assert plan is not None
         rates.append(plan.predicted.tokens_per_s)
         assert sum(plan.threads.values()) <= (threads or 16)
