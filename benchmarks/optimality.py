@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 
+from lmoffload_solver.chain_search import EFFORT
 from tests.solver.chain_instances import CHANGES, brute_force, larger_instance, more_of, random_instance
 
 SAME = 1e-9
@@ -62,7 +63,7 @@ def gaps(count: int) -> dict[str, float]:
     seed = 0
     while len(found) < count:
         instance = larger_instance(seed, free=True)
-        search = instance.search(None)
+        search = instance.search(EFFORT)
         best = search.run()
         if best is not None:
             found.append(1 - search.bound_s / best.simulated.total_s)

@@ -35,7 +35,7 @@ SAME = 1e-9
 """Relative difference of two times that is rounding of floating point."""
 TIED = 1e-6
 """Relative difference of bounds that are taken for equal."""
-A_SIMULATION, A_TASK = 3.0, 0.004
+A_SIMULATION, A_TASK = 3.0, 0.008
 """Effort of a simulation, and of each (unit, micro-batch) pair that it lays out."""
 
 
@@ -71,10 +71,10 @@ class ChainSearch:
         quality: Quality,
         deadline: float,
         *,
-        proof: float | None = None,
+        effort: float = EFFORT,
     ) -> None:
-        """`proof`: the search ends when nothing left can be quicker by more than this share; None: by `EFFORT` and `PROOF`."""
-        self.job, self.machine, self.disk, self.deadline, self.proof = job, machine, disk, deadline, proof
+        """`effort`: what is spent on a proof without a gap, in programs solved; `math.inf`: all that it takes."""
+        self.job, self.machine, self.disk, self.deadline, self.most_effort = job, machine, disk, deadline, effort
         self.domain = ChainDomain(job, machine, disk, limits, quality)
         self.memory, self.model = self.domain.memory, job.model
         self.programs_solved = 0
@@ -132,9 +132,7 @@ class ChainSearch:
         return best
 
     def _tolerance(self) -> float:
-        if self.proof is not None:
-            return max(self.proof, SAME)
-        return max(SAME, PROOF * (self.effort / EFFORT - 1))
+        return max(SAME, PROOF * (self.effort / self.most_effort - 1))
 
     def _solve(self, program: ChainProgram) -> ChainSolution | None:
         self.programs_solved += 1

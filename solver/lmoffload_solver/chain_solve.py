@@ -22,8 +22,8 @@ GIB = 2**30
 LOOSER: dict[Quality, tuple[Quality, ...]] = {"exact": ("int8", "int4"), "int8": ("int4",), "int4": (), "any": ()}
 """Classes worth telling of. "any" differs from "int4" only in larger groups."""
 
-LOOSER_PROOF = 0.02
-"""How near to the best a looser class's figure must be proven; its batch is the plan's, so that it is what the class gives at least."""
+LOOSER_EFFORT = 10.0
+"""Effort for a looser class's figure; its batch is the plan's, so that it is what the class gives at least."""
 
 
 def solve_chain(
@@ -45,7 +45,7 @@ def solve_chain(
     batch = {"micro_batch": found.candidate.micro_batch, "num_micro_batches": found.candidate.num_micro_batches}
     same_batch, until = limits.model_copy(update=batch), begin + limits.solve_s
     for quality in LOOSER[workload.quality]:
-        other = ChainSearch(job, machine, disk, same_batch, quality, until, proof=LOOSER_PROOF).run()
+        other = ChainSearch(job, machine, disk, same_batch, quality, until, effort=LOOSER_EFFORT).run()
         if other is not None:
             looser.append(LooserQuality(quality=quality, tokens_per_s=job.tokens / other.simulated.total_s, loss=None))
     remarks = Remarks(

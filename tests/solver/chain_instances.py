@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 
 from lmoffload_solver.chain_domain import PRODUCTS, ChainDomain
 from lmoffload_solver.chain_predict import busy_of, costs_of
@@ -59,19 +60,19 @@ class Instance:
     limits: Limits
     quality: Quality
 
-    def search(self, proof: float | None = 0.0) -> ChainSearch:
-        return ChainSearch(self.job, self.machine, self.machine.disks[0], self.limits, self.quality, float("inf"), proof=proof)
+    def search(self, effort: float = inf) -> ChainSearch:
+        return ChainSearch(self.job, self.machine, self.machine.disks[0], self.limits, self.quality, inf, effort=effort)
 
     def solved(self) -> ChainFound | None:
         return self.search().run()
 
 
 def random_instance(seed: int) -> Instance:
-    """From all on the device to most of it on disk; prompts of one length or of two; few cores or many. Every fifth may keep weights and
+    """From all on the device to most of it on disk; prompts of one length or of two; few cores or many. Every tenth may keep weights and
     KV in other formats; it has one prompt, so that its plans stay few enough to try all."""
     chance = random.Random(seed)
-    lossy = seed % 5 == 4
-    layers = 1 if lossy else chance.choice([1, 1, 1, 2])
+    lossy = seed % 10 == 4
+    layers = 1 if lossy else chance.choice([1, 1, 1, 1, 1, 2])
     lengths = chance.sample([16, 64, 200], 1 if lossy else chance.choice([1, 1, 2]))
     groups = tuple(PromptGroup(length=n, count=1 if lossy else chance.choice([1, 2])) for n in lengths)
     machine = make_device_machine(

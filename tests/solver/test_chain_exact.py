@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lmoffload_solver.chain_domain import ChainCandidate, ChainDomain
 from lmoffload_solver.chain_predict import costs_of, simulate_chain
 from lmoffload_solver.chain_program import TIE, ChainProgram
+from lmoffload_solver.chain_search import EFFORT
 from lmoffload_solver.chain_solver import memory_prices, placed_s, scaling_s, solve_program
 from lmoffload_solver.decision import Job
 from lmoffload_solver.machine import Curve
@@ -30,13 +31,13 @@ from tests.solver.chain_instances import (
 from tests.solver.device_toys import make_device_machine
 from tests.solver.toys import MIB, make_model, make_work
 
-SEEDS = [seed for seed in range(72) if seed % 5 < 4 and random_instance(seed).job.model.num_layers == 1]
+SEEDS = [seed for seed in range(64) if seed % 10 != 4 and random_instance(seed).job.model.num_layers == 1]
 
 
 def test_small_instances_against_every_plan() -> None:
     """The search's plan is the best of all placements of whole tensors and units under all discrete choices."""
     compared = 0
-    for seed in [*SEEDS, 29, 44]:
+    for seed in [*SEEDS, 34, 44]:
         instance = random_instance(seed)
         best, _ = brute_force(instance)
         search = instance.search()
@@ -102,10 +103,10 @@ def test_more_is_not_slower_where_placements_are_rounded(seed: int) -> None:
     chance = random.Random(seed)
     machine = make_device_machine(int(chance.uniform(2, 6) * MIB), 48 * MIB, link=chance.choice([3e8, 2e9]))
     instance = Instance(Job(make_model(4, 256, 512, stored="bf16"), make_work(4, 64, 6)), machine, Limits(), "exact")
-    base = instance.search(None).run()
+    base = instance.search(EFFORT).run()
     assert base is not None
     for change in CHANGES:
-        more = more_of(instance, change).search(None).run()
+        more = more_of(instance, change).search(EFFORT).run()
         assert more is not None
         assert more.simulated.total_s <= base.simulated.total_s * 1.01, change
 
