@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from lmoffload_solver import counting
+from lmoffload_solver.chain_domain import grid
 from lmoffload_solver.chain_plan import Remarks, plan_of
 from lmoffload_solver.chain_predict import costs_of, simulate_chain
-from lmoffload_solver.chain_search import grid
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_memory import ChainMemory
 from lmoffload_solver.errors import InfeasibleError, StatedError
