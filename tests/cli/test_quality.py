@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from lmoffload.api.losses import load_losses, losses_path
-from lmoffload.checkpoint import importance_path, open_checkpoint
+from lmoffload.checkpoint import importance_path, open_checkpoint, read_importance
+from lmoffload.checkpoint.manifest import read_manifest
 from lmoffload.jobs.sample import calibration_sample, measured_sample
 from lmoffload.jobs.text import Text
+from lmoffload.profiler.limits import disk_of
+from lmoffload.profiler.store import default_profile_path, save_profile
 from lmoffload_solver.loss import Part
 from tests.cli.conftest import Call
+from tests.cli.machines import machine
 from tests.executor.reference import load_reference
 
 
@@ -88,3 +92,18 @@ def test_texts_that_come_with_it_are_two() -> None:
     measured, calibrated = measured_sample().text, calibration_sample().text
     assert len(measured) > 40_000 and len(calibrated) > 15_000
     assert not set(measured.split("\n\n")) & set(calibrated.split("\n\n"))
+
+
+def test_a_run_calibrates_before_it_first_rounds_to_4_bits(call: Call, home: Path, model: Path) -> None:
+    known = machine(file_system=disk_of(Path.cwd()).mount_point)
+    rate = known.linear[0].flops_per_s.model_copy(update={"y": tuple(10 * y for y in known.linear[0].flops_per_s.y)})
+    faster = {"kernel": "int8_dot", "format": "int4-g32", "flops_per_s": rate}
+    narrow = [curve.model_copy(update=faster) for curve in known.linear if curve.format == "fp32"]
+    save_profile(known.model_copy(update={"linear": (*known.linear, *narrow)}), default_profile_path())
+    called = call("run", model, "-p", "a b c", "--gen-len", "3", "--quality", "int4", "--weights-memory", "40%")
+    fingerprint = open_checkpoint(model).fingerprint
+    importance = read_importance(fingerprint)
+    assert called.code == 0 and "measuring what their columns count" in called.err and importance is not None, called.err
+    manifest = read_manifest(importance_path(fingerprint).parent / "int4-g32")
+    assert manifest is not None and manifest.header.rounding == f"weighted-{importance.digest}"
+    assert "columns count" not in call("run", model, "-p", "a b c", "--gen-len", "3", "--quality", "int4", "--weights-memory", "40%").err
