@@ -15,6 +15,7 @@ import torch
 
 from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
+from lmoffload.executor.request import Score
 from lmoffload.executor.row import Row
 from lmoffload.kernels.attention import prefill_attention
 from lmoffload.kernels.decode_attention import decode_attention
@@ -25,6 +26,9 @@ from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Spilled
+
+SCORED_TOGETHER = 32
+"""Positions whose probabilities are computed at once: a copy of so many logits."""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,6 @@ class MicroBatch:
         """Seconds of the last attention, storing keys and values left out."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
-        self.scores: list[torch.Tensor] = []
         self.kept_logits: list[torch.Tensor] = []
 
     @property
@@ -257,12 +260,15 @@ class MicroBatch:
             self.kept_logits.append(logits.clone())
         if self._every_logit:
             self._take_scores(logits)
-            logits = logits[self._ends() - 1] if len(logits) > len(rows) else logits
+            logits = logits[self._ends() - 1]
         self.tokens_taken = len(rows)
         likeliest = logits.argmax(dim=-1).tolist()
         finished = []
         for row, row_logits, first in zip(rows, logits, likeliest, strict=True):
-            token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
+            if row.forced:
+                token = row.forced[len(row.generated)]
+            else:
+                token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
             row.tokens.append(token)
             if token in stop_ids:
                 row.finish_reason = "stop"
@@ -277,15 +283,21 @@ class MicroBatch:
         return finished
 
     def _take_scores(self, logits: torch.Tensor) -> None:
-        """Log-probabilities of each row's own tokens from the logits [T, vocabulary] of a whole prefill."""
-        for row, end in zip(self.rows, self._ends().tolist(), strict=True):
-            targets = torch.tensor(row.tokens[1:])
-            begin = end - len(row.tokens)
-            self.scores.append(torch.log_softmax(logits[begin : end - 1], dim=-1).gather(1, targets[:, None])[:, 0])
+        """What each position of this step says of the token after it, where that is given, from the logits [T, vocabulary]."""
+        begin = 0
+        for row, end in zip(self.active_rows, self._ends().tolist(), strict=True):
+            known = len(row.tokens)
+            given = (*row.tokens, *row.forced[len(row.generated) :])[known - (end - begin) + 1 : known + 1]
+            for at in range(0, len(given), SCORED_TOGETHER):
+                targets = torch.tensor(given[at : at + SCORED_TOGETHER])
+                part = logits[begin + at : begin + at + len(targets)]
+                chosen = torch.log_softmax(part, dim=-1).gather(1, targets[:, None])[:, 0]
+                row.scores.append(Score(chosen, part.argmax(dim=-1)))
+            begin = end
 
     def _ends(self) -> torch.Tensor:
-        """Where each row's tokens end, all rows one after another."""
-        return torch.tensor([len(row.tokens) for row in self.rows]).cumsum(0)
+        """Where each active row's tokens of this step end, all rows one after another."""
+        return torch.tensor([len(row.tokens) if self._prefill else 1 for row in self.active_rows]).cumsum(0)
 
 
 def _logits(model: Any, options: dict[str, torch.Tensor]) -> torch.Tensor:

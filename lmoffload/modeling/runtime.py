@@ -89,6 +89,8 @@ class Runtime:
         """Linear kernel of the current phase for a stored format."""
         self.batch: Batch | None = None
         """The micro-batch that computes now."""
+        self.observe: Callable[[str, torch.Tensor], None] | None = None
+        """Is shown what each matrix of the layers is multiplied with, fp32 [T, K], padding left out; None: nothing watches."""
 
     def product(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         """rows fp32 [M, K] contiguous -> fp32 [M, N] with the current phase's kernel."""

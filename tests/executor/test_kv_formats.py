@@ -61,15 +61,15 @@ def row_of(engine, text):
 def test_logits_of_a_trained_model(trained_file):
     checkpoint = open_checkpoint(trained_file)
     exact = later_logits(checkpoint, ("fp32", "fp32"))
-    errors = {}
+    errors, found = {}, {}
     for kind in KV_FORMATS[1:]:
         logits = later_logits(checkpoint, (kind, kind))
+        found[kind] = logits.argmax(dim=1).tolist()
         assert torch.equal(logits[0], exact[0]), "the prompt attends to its own fresh keys and values"
         errors[kind] = ((logits - exact).norm(dim=1) / exact.norm(dim=1))[1:]
         assert 0 < errors[kind].max() < LOGIT_ERRORS[kind], errors
+    assert found["bf16"] == found["int8"] == exact.argmax(dim=1).tolist(), "the greedy tokens are the same"
     assert errors["bf16"].max() < errors["int8"].max() < errors["int4-g32"].max()
-    texts = [TEXT, TEXT[:9]]
-    assert tokens_of(checkpoint, texts, ("bf16", "bf16"), 16) == tokens_of(checkpoint, texts, ("fp32", "fp32"), 16)
 
 
 @pytest.mark.parametrize("kv", PAIRS)

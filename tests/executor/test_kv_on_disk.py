@@ -1,4 +1,4 @@
-"""Keys and values on the disk: the run is the one in memory, token for token and in every format; nothing is left behind; a full disk is told."""
+"""Keys and values on the disk: the run is the one in memory, token for token; nothing is left behind; a full disk is told."""
 
 from __future__ import annotations
 
