@@ -84,7 +84,7 @@ def test_closed_form_program_and_simulation_are_in_order(seed: int) -> None:
 
 
 @given(st.integers(0, 10**6), st.sampled_from(CHANGES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_more_of_anything_is_never_slower(seed: int, change: str) -> None:
     """Memory of each tier, what weights may take of it, bandwidth of link, disk and device, cores."""
     assert_never_slower(random_instance(seed), change)
@@ -165,8 +165,10 @@ def test_prices_against_one_per_cent_more() -> None:
 def assert_price(
     checked: Counter[str], instance: Instance, candidate: ChainCandidate, resource: str, seconds: float, by_price: float
 ) -> None:
-    """`by_price` is the gain of 1 % more of a resource."""
-    if checked[resource] >= 50:
+    """`by_price` is the gain of 1 % more of a resource. Of prices of nothing only the first are held against a program."""
+    free = by_price <= 1e-9 * seconds
+    checked[f"{resource} at no price"] += free
+    if checked[resource] >= 50 or (free and checked[f"{resource} at no price"] > 15):
         return
     gains = []
     for share in (0.0001, 0.01):
