@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmoffload.checkpoint.encode import can_hold, encoded, source_digest
-from lmoffload.checkpoint.importance import Importance, read_importance, rounding_of
+from lmoffload.checkpoint.importance import Importance, needs_importance, read_importance, rounding_of
 from lmoffload.checkpoint.manifest import (
     MANIFEST_FILE,
     VERSION,
@@ -72,7 +72,9 @@ def store_bytes(shape: ModelShape, names: Iterable[str], format_name: str) -> in
 def open_store(checkpoint: Checkpoint, format_name: str, names: Sequence[str], cache: Path | None = None) -> Manifest | None:
     """The store if it holds all these tensors of the model as it is now, rounded as they would be now; else None. Writes nothing."""
     manifest = read_manifest(store_folder(checkpoint, format_name, cache))
-    if manifest is None or not _same_files(manifest, checkpoint) or manifest.header.rounding != _rounding(checkpoint, format_name, cache):
+    if manifest is None or not _same_files(manifest, checkpoint):
+        return None
+    if manifest.header.rounding != rounding_of(format_name, _importance(checkpoint, format_name, cache)):
         return None
     return manifest if {tensor.name for tensor in manifest.tensors} >= set(names) else None
 
@@ -105,7 +107,7 @@ def prepare_store(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder):
-            importance = read_importance(checkpoint.fingerprint, cache)
+            importance = _importance(checkpoint, format_name, cache)
             manifest = _begun(checkpoint, format_name, folder, rounding_of(format_name, importance))
             return _filled(checkpoint, manifest, names, importance, on_progress)
     except OSError as error:
@@ -148,8 +150,9 @@ def _source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     return tuple(SourceFile.of(path) for path in checkpoint.files)
 
 
-def _rounding(checkpoint: Checkpoint, format_name: str, cache: Path | None) -> str:
-    return rounding_of(format_name, read_importance(checkpoint.fingerprint, cache))
+def _importance(checkpoint: Checkpoint, format_name: str, cache: Path | None) -> Importance | None:
+    """What weights of the model are rounded to the format by."""
+    return read_importance(checkpoint.fingerprint, cache) if needs_importance(format_name) else None
 
 
 def _begun(checkpoint: Checkpoint, format_name: str, folder: Path, rounding: str) -> Manifest:

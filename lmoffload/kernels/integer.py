@@ -1,7 +1,8 @@
 """The compiled functions of int8 x int8 and int4 x int8 products over tiles.
 
-out[j, i] = sum over groups g of (weight's scale[i, g] * scale[g, j]) * dot[i, g, j] + minimum[i, g] * (scale[g, j] * sum[g, j]), where dots and
-sums are exact whole numbers of codes and the groups are added in order: a row's bits depend on it alone, and on no machine's instructions.
+out[j, i] = sum over groups g of (weight's scale[i, g] * scale[g, j]) * dot[i, g, j] + minimum[i, g] * (scale[g, j] * sum[g, j]), where
+dots and sums are exact whole numbers of codes and the groups are added in order: a row's bits depend on it alone, and on no machine's
+instructions.
 """
 
 from __future__ import annotations

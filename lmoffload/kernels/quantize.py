@@ -1,9 +1,9 @@
 """Quantization: weights to int8 or int4 in groups along K, in the layout of `tiled`.
 
-By rounding to the nearest, scales are rounded up and minima down to fp16, so that no weight falls outside the codes: the error of a weight is at most half its group's
-scale, plus one rounding of fp32. For int8, scale = max |w| / 127; for int4, scale = (max - min) / 15; both less than 2^-10 (or, below the
-normal numbers of fp16, 2^-24) larger, and the range of int4 by as much of its minimum. Where it is known how much each column counts, int4 is fitted to that
-instead (`fit`), and its outermost weights may be clipped.
+By rounding to the nearest, scales are rounded up and minima down to fp16, so that no weight falls outside the codes: the error of a weight
+is at most half its group's scale, plus one rounding of fp32. For int8, scale = max |w| / 127; for int4, scale = (max - min) / 15; both
+less than 2^-10 (or, below the normal numbers of fp16, 2^-24) larger, and the range of int4 by as much of its minimum. Where it is known
+how much each column counts, int4 is fitted to that instead (`fit`), and its outermost weights may be clipped.
 """
 
 from __future__ import annotations

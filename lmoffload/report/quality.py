@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 
 from lmoffload.report.tables import grid
-from lmoffload_solver.loss import QUALITY_BOUND, LossTable, allowed
+from lmoffload_solver.formats import QUALITY_BITS, format_of
+from lmoffload_solver.loss import QUALITY_BOUND, Loss, LossTable, allowed
 
 
 def quality_tables(table: LossTable) -> Iterator[RenderableType]:
@@ -22,9 +23,9 @@ def quality_tables(table: LossTable) -> Iterator[RenderableType]:
             f"{loss.perplexity:.3f}",
             f"{loss.loss:+.2%}",
             f"{loss.equal_tokens:.1%}",
-            ", ".join(_classes(table, loss.format, index)),
+            ", ".join(_classes(table, loss)),
         )
-        for index, loss in enumerate(table.losses)
+        for loss in table.losses
     ]
     title = f"{table.model.name} on {table.text.tokens} tokens of {table.text.name}"
     yield grid(title, columns, [exact, *rows])
@@ -32,9 +33,8 @@ def quality_tables(table: LossTable) -> Iterator[RenderableType]:
     yield f"Bounds on the loss of a class: {bounds}. Several lossy parts together are taken to cost the sum."
 
 
-def _classes(table: LossTable, format_name: str, index: int) -> Iterator[str]:
-    narrow = format_name.startswith("int4")
+def _classes(table: LossTable, loss: Loss) -> Iterator[str]:
     for name in QUALITY_BOUND:
-        if not (narrow and name == "int8") and allowed(table, name, table.losses[index].part):
+        if format_of(loss.format).bits_per_element >= QUALITY_BITS[name] and allowed(table, name, loss.part):
             yield name
     yield "any"
