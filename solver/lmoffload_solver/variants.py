@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lmoffload_solver.formats import QUALITY_BITS, format_of
 from lmoffload_solver.loss import Activations, LossTable, Part, allowed, loss_of
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape, TensorShape
@@ -31,6 +32,9 @@ KV_FORMATS_OF: Mapping[Quality, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Formats of keys and values on the host."""
+
+WIDE_CLASSES: frozenset[TensorClass] = frozenset({"embedding", "head"})
+"""Classes that are kept in 8 bits or more: a model's table and head in 4 lose about as much as all its layers do (docs/quality.md)."""
 
 ROUNDED_ACTIVATIONS = frozenset({"int8_dot"})
 """Kernels that round activations to int8."""
@@ -103,7 +107,7 @@ def offered(model: ModelShape, machine: MachineProfile, threads: tuple[int, ...]
     for name in placed_classes(model):
         found: list[str | None] = [None]
         for width in WEIGHT_FORMATS[quality]:
-            for fmt in width:
+            for fmt in _for_class(name, width):
                 useful = any(
                     allowed(losses, quality, Part("weights", fmt, activations_of(kernel))) for kernel, known in kernels if known == fmt
                 )
@@ -126,6 +130,22 @@ def kept_as(model: ModelShape, formats: Mapping[TensorClass, str]) -> ModelShape
         return model
     turned = [tensor for tensor in model.tensors if tensor.tensor_class in formats and _is_choice(model, tensor)]
     return model.with_formats({tensor.name: formats[tensor.tensor_class] for tensor in turned})
+
+
+def everything_in(model: ModelShape, format_name: str) -> ModelShape | None:
+    """The model with every class that can be, and may be, in a format; those of table and head in int8 where the format is narrower. None
+    where no class of the layers can be. What a measured loss of weights in a format is of."""
+    formats: dict[TensorClass, str] = {}
+    for name in placed_classes(model):
+        wanted = next(iter(_for_class(name, (format_name,))), "int8")
+        if _can_become(model, name, wanted):
+            formats[name] = wanted
+    return kept_as(model, formats) if format_name in formats.values() else None
+
+
+def _for_class(name: TensorClass, formats: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the formats that a class may be kept in."""
+    return formats if name not in WIDE_CLASSES else tuple(fmt for fmt in formats if format_of(fmt).bits_per_element >= QUALITY_BITS["int8"])
 
 
 def _is_choice(model: ModelShape, tensor: TensorShape) -> bool:
