@@ -33,7 +33,7 @@ def table(**losses: float) -> LossTable:
 
 def planned(machine: MachineProfile, quality: Quality, losses: LossTable | None, model: ModelShape = MODEL) -> Plan:
     work = make_work(8, 16, 6).model_copy(update={"quality": quality})
-    plan = plan_in(solve(model, machine, work, Limits(weights_memory_share=0.4, solve_s=3.0), losses=losses))
+    plan = plan_in(solve(model, machine, work, Limits(weights_memory_share=0.4, solve_s=60.0), losses=losses))
     assert plan is not None
     return plan
 
