@@ -34,8 +34,7 @@ def explain_tables(plan: Plan, explanation: Explanation) -> Iterator[RenderableT
     yield grid("Memory at the peak", ("part", "bytes"), _memory(explanation))
     if explanation.quantization:
         yield grid("What quantization saves and costs", ("of", "phase", "saved", "spent"), _quantization(explanation))
-    if explanation.cores is not None:
-        yield facts("Cores of the host", _cores(explanation.cores))
+    yield facts("Cores of the host", _cores(explanation.cores))
     yield grid("Other choices", ("change", "tokens/s", "against the plan", "peak"), _alternatives(explanation))
 
 

@@ -65,6 +65,14 @@ def attention_graph(num_batches: int) -> dict[str, list[str]]:
     return graph
 
 
+def layer_graph() -> dict[str, list[str]]:
+    """Operators of a decoder layer that computes on the host, norms and additions left out."""
+    return {
+        "query": [], "key": [], "value": [], "attention": ["query", "key", "value"], "output": ["attention"],
+        "gate": ["output"], "up": ["output"], "down": ["gate", "up"],
+    }  # fmt: skip
+
+
 def widest_level(depends_on: Mapping[str, Sequence[str]]) -> int:
     """Operators that can run at once."""
     return max(map(len, levels_of(depends_on)), default=1)

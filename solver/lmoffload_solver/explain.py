@@ -10,7 +10,7 @@ from lmoffload_solver import counting, memory
 from lmoffload_solver.assemble import peak_bytes
 from lmoffload_solver.blocks import Step, decode_steps
 from lmoffload_solver.candidate import Candidate
-from lmoffload_solver.core_split import CoreSplit
+from lmoffload_solver.core_split import CoreSplit, layer_graph, levels_of, widest_level
 from lmoffload_solver.costs import COMPUTE_RESOURCE, PHASES, READ_RESOURCE, disk_of
 from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.machine import MachineProfile
@@ -89,8 +89,7 @@ class Explanation(Value):
     memory_usable_bytes: int
     alternatives: tuple[Alternative, ...]
     quantization: tuple[QuantizationTerm, ...] = ()
-    cores: CoreChoice | None = None
-    """None on a machine without a device, whose threads are part of the search."""
+    cores: CoreChoice
 
 
 def explain(
@@ -131,6 +130,26 @@ def explain(
         memory_usable_bytes=evaluator.capacity.memory_bytes,
         alternatives=tuple(_priced(prices, what, other, tokens) for what, other in _others(candidate, plan.workload.num_prompts)),
         quantization=tuple(_terms(model, machine, plan, file_system)),
+        cores=_cores(machine, plan, evaluator),
+    )
+
+
+def _cores(machine: MachineProfile, plan: Plan, evaluator: Evaluator) -> CoreChoice:
+    """The plan's threads beside what the libraries would do: all cores for every operator, waiting busily, which was measured."""
+    graph = layer_graph()
+    resources = plan.predicted.resources
+    compute = resources.get(COMPUTE_RESOURCE[evaluator.tiers[0]], 0.0)
+    all_cores = max(evaluator.prices.linear_threads)
+    as_many = candidate_of(evaluator.prices.model, plan)
+    default = replace(as_many, threads=all_cores)
+    seconds = [float(sums.compute @ sums.weight) for sums in (evaluator.sums(as_many), evaluator.sums(default))]
+    slowed = compute * seconds[1] / seconds[0] * (machine.default_threads_slowdown or 1.0)
+    return CoreChoice(
+        cores=machine.host.cores,
+        levels=len(levels_of(graph)),
+        widest_level=widest_level(graph),
+        best=CoreSplit(streams=1, threads=dict(plan.threads), slowest_s=max(resources.values(), default=0.0)),
+        default=CoreSplit(streams=1, threads={"compute": machine.host.cores, "disk_io": machine.host.cores}, slowest_s=slowed),
     )
 
 

@@ -36,5 +36,10 @@ class Prices:
         weights = self.capacity.weights_bytes
         return memory_bytes if weights is None else min(memory_bytes, weights - self.memory("fp32").vectors_bytes)
 
+    @property
+    def linear_threads(self) -> tuple[int, ...]:
+        """Numbers of compute threads that linear layers were measured with."""
+        return tuple(sorted({curve.threads for curve in self.machine.linear}))
+
     def _job(self, threads: int, variant: Variant) -> JobCosts:
         return JobCosts(self.kept(variant), self.workload, self.costs(threads), kv_format=variant.kv_format)
