@@ -32,7 +32,7 @@ from lmoffload_solver.plan import KVFormat
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
-CONTEXTS = ((1, 32, 4, 64, 4096), (16, 32, 4, 64, 1024), (8, 32, 8, 128, 2048), (32, 9, 3, 64, 256))
+CONTEXTS = ((1, 32, 4, 64, 4096), (16, 32, 4, 64, 1024), (8, 32, 8, 128, 2048), (32, 9, 3, 64, 256), (8, 32, 32, 128, 512))
 """Rows, heads, key heads, head size and keys of decode attention."""
 
 PROMPTS = ((16, 64, None, None), (4, 512, None, None), (1, 2048, None, None), (1, 2048, 512, None), (1, 2048, None, 50.0))

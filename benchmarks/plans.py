@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -197,4 +196,4 @@ def show(rows: list[Measured], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

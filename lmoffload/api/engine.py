@@ -7,6 +7,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from lmoffload.api.importance import require_importance
 from lmoffload.api.machine import Machine
 from lmoffload.api.planning import ModelPlan, check_fits
 from lmoffload.api.telling import Tell, tell_on_stderr
@@ -60,6 +61,7 @@ class Engine:
         self.plan = model_plan.plan
         self.text = text or Text(checkpoint)
         self._model_plan = model_plan
+        require_importance(model_plan, self.text, tell)
         self._engine = executor.Engine(
             checkpoint,
             self.plan,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from lmoffload.api.asking import Asked
+from lmoffload.api.losses import load_losses
 from lmoffload.api.machine import Machine
 from lmoffload.api.model import Model
 from lmoffload.errors import InfeasibleError, StatedError, UsageError
@@ -83,7 +84,8 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     if asked is not None and (asked.policy_file is not None or asked.policy != "optimal"):
         plan: Plan | None = _by_policy(model, as_now, workload, limits, asked, file_system)
     else:
-        outcome = solve(model.shape, as_now, workload, limits, file_system=file_system, model_fingerprint=model.digest)
+        losses = None if model.checkpoint is None else load_losses(model.digest)
+        outcome = solve(model.shape, as_now, workload, limits, file_system=file_system, model_fingerprint=model.digest, losses=losses)
         if isinstance(outcome, Infeasible):
             raise NoPlanError(outcome, model, profile, workload)
         plan = plan_in(outcome)

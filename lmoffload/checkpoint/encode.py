@@ -33,8 +33,12 @@ def can_hold(tensor: TensorShape, format_name: str) -> bool:
     return tensor.can_become(format_name)
 
 
-def encoded(checkpoint: Checkpoint, tensor: TensorShape, format_name: str, digest: Digest) -> Iterator[npt.NDArray[np.uint8]]:
+def encoded(
+    checkpoint: Checkpoint, tensor: TensorShape, format_name: str, digest: Digest, squares: npt.NDArray[np.float32] | None = None
+) -> Iterator[npt.NDArray[np.uint8]]:
     """Stored bytes of a tensor in `format_name`, piece by piece, rows in the parameter's order; `digest` is fed the bytes read.
+
+    squares: how much each column counts (`importance`), fp32 [K].
 
     Memory is some megabytes, or the stored tensor where its rows lie in another order.
 
@@ -51,6 +55,7 @@ def encoded(checkpoint: Checkpoint, tensor: TensorShape, format_name: str, diges
     row_bytes = source.num_bytes // rows
     together = max(tile, CHUNK_ELEMENTS // k // tile * tile)
     order = source.row_order
+    counts = None if squares is None else torch.from_numpy(squares)
     whole = None
     if order is not None:
         whole = read_bytes(source, tensor.name, 0, source.num_bytes)
@@ -65,7 +70,7 @@ def encoded(checkpoint: Checkpoint, tensor: TensorShape, format_name: str, diges
             stored = whole[order[first:end]].reshape(-1)
         wide = reference_widen(Matrix(torch.from_numpy(stored), source.format, end - first, k))
         try:
-            yield quantize(wide, format_name).numpy()
+            yield quantize(wide, format_name, counts).numpy()
         except StatedError as error:
             raise StatedError(f"The tensor {tensor.name} cannot be stored as {format_name}: {error}.") from error
 

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from lmoffload_solver.schedule import PAGE_BYTES
 from lmoffload_solver.value import Value
 
-VERSION = 1
-"""Of the layout of files and tiles; stores of another are made again."""
+VERSION = 2
+"""Of the layout of files and tiles, and of each way of rounding; stores of another are made again."""
 
 MANIFEST_FILE = "manifest.jsonl"
 
@@ -40,6 +40,8 @@ class Header(Value):
     model: str
     """Fingerprint of the checkpoint."""
     format: str
+    rounding: str
+    """How the weights were rounded: `importance.rounding_of`."""
     data_file: str
     sources: tuple[SourceFile, ...]
 

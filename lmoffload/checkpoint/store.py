@@ -22,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lmoffload.checkpoint.encode import can_hold, encoded, source_digest
+from lmoffload.checkpoint.importance import Importance, needs_importance, read_importance, rounding_of
 from lmoffload.checkpoint.manifest import (
+    MANIFEST_FILE,
     VERSION,
     Header,
     Manifest,
@@ -68,9 +70,11 @@ def store_bytes(shape: ModelShape, names: Iterable[str], format_name: str) -> in
 
 
 def open_store(checkpoint: Checkpoint, format_name: str, names: Sequence[str], cache: Path | None = None) -> Manifest | None:
-    """The store if it holds all these tensors of the model as it is now; else None. Writes nothing."""
+    """The store if it holds all these tensors of the model as it is now, rounded as they would be now; else None. Writes nothing."""
     manifest = read_manifest(store_folder(checkpoint, format_name, cache))
     if manifest is None or not _same_files(manifest, checkpoint):
+        return None
+    if manifest.header.rounding != rounding_of(format_name, _importance(checkpoint, format_name, cache)):
         return None
     return manifest if {tensor.name for tensor in manifest.tensors} >= set(names) else None
 
@@ -103,10 +107,28 @@ def prepare_store(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder):
-            manifest = _begun(checkpoint, format_name, folder)
-            return _filled(checkpoint, manifest, names, on_progress)
+            importance = _importance(checkpoint, format_name, cache)
+            manifest = _begun(checkpoint, format_name, folder, rounding_of(format_name, importance))
+            return _filled(checkpoint, manifest, names, importance, on_progress)
     except OSError as error:
         raise StatedError(f"The quantized weights cannot be written to {folder}: {error.strerror or error}.") from error
+
+
+def remove_store(checkpoint: Checkpoint, format_name: str, cache: Path | None = None) -> None:
+    """Remove a store, if there is one, when nobody writes it; whoever reads its file keeps it until closed.
+
+    Raises:
+        StatedError: it cannot be removed.
+    """
+    folder = store_folder(checkpoint, format_name, cache)
+    try:
+        if folder.is_dir():
+            with _lock(folder):
+                (folder / MANIFEST_FILE).unlink(missing_ok=True)
+                for data in folder.glob("weights-*"):
+                    data.unlink()
+    except OSError as error:
+        raise StatedError(f"The quantized weights in {folder} cannot be removed: {error.strerror or error}.") from error
 
 
 @contextmanager
@@ -128,10 +150,17 @@ def _source_files(checkpoint: Checkpoint) -> tuple[SourceFile, ...]:
     return tuple(SourceFile.of(path) for path in checkpoint.files)
 
 
-def _begun(checkpoint: Checkpoint, format_name: str, folder: Path) -> Manifest:
-    """The manifest to go on from: as far as it was, or a new one where the source has changed."""
+def _importance(checkpoint: Checkpoint, format_name: str, cache: Path | None) -> Importance | None:
+    """What weights of the model are rounded to the format by."""
+    return read_importance(checkpoint.fingerprint, cache) if needs_importance(format_name) else None
+
+
+def _begun(checkpoint: Checkpoint, format_name: str, folder: Path, rounding: str) -> Manifest:
+    """The manifest to go on from: as far as it was, or a new one where the source, or how it is rounded, has changed."""
     mend(folder)
     manifest, sources = read_manifest(folder), _source_files(checkpoint)
+    if manifest is not None and manifest.header.rounding != rounding:
+        manifest = None
     if manifest is not None and manifest.header.sources == sources:
         return manifest
     if manifest is not None and _same_weights(manifest, checkpoint):  # touched or copied, but the same bytes
@@ -140,7 +169,9 @@ def _begun(checkpoint: Checkpoint, format_name: str, folder: Path) -> Manifest:
         leftover.unlink(missing_ok=True)
     data_file = f"weights-{secrets.token_hex(4)}"
     (folder / data_file).touch()
-    header = Header(version=VERSION, model=checkpoint.fingerprint, format=format_name, data_file=data_file, sources=sources)
+    header = Header(
+        version=VERSION, model=checkpoint.fingerprint, format=format_name, rounding=rounding, data_file=data_file, sources=sources
+    )
     return write_header(folder, header)
 
 
@@ -154,7 +185,13 @@ def _same_weights(manifest: Manifest, checkpoint: Checkpoint) -> bool:
     )
 
 
-def _filled(checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], on_progress: Callable[[StoreProgress], None]) -> Manifest:
+def _filled(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    names: Sequence[str],
+    importance: Importance | None,
+    on_progress: Callable[[StoreProgress], None],
+) -> Manifest:
     format_name, held = manifest.header.format, {tensor.name for tensor in manifest.tensors}
     missing = [name for name in names if name not in held]
     total = store_bytes(checkpoint.shape, names, format_name)
@@ -162,7 +199,8 @@ def _filled(checkpoint: Checkpoint, manifest: Manifest, names: Sequence[str], on
     _check_room(manifest.folder, total - done, format_name)
     for name in missing:
         tensor, digest = checkpoint.shape.by_name[name], hashlib.sha256()
-        num_bytes = append(manifest.data_path, manifest.end_bytes, encoded(checkpoint, tensor, format_name, digest))
+        squares = None if importance is None else importance.squares.get(name)
+        num_bytes = append(manifest.data_path, manifest.end_bytes, encoded(checkpoint, tensor, format_name, digest, squares))
         assert num_bytes == stored_bytes(tensor.shape, format_name), "a tensor was encoded to another size than its format has"
         stored = StoredTensor(
             name=name, shape=tensor.shape, offset_bytes=manifest.end_bytes, num_bytes=num_bytes, source_sha256=digest.hexdigest()

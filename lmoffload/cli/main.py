@@ -17,6 +17,7 @@ from lmoffload.cli.make_dummy import make_dummy
 from lmoffload.cli.options import Debug, Invocation
 from lmoffload.cli.plan import plan
 from lmoffload.cli.profile import profile
+from lmoffload.cli.quality import quality
 from lmoffload.cli.run import run
 from lmoffload.cli.what_if import what_if
 from lmoffload.environment import prepare_allocator, prepare_signals, prepare_streams, prepare_threads
@@ -35,6 +36,7 @@ def build_app() -> typer.Typer:
     app.command("explain")(explain)
     app.command("what-if")(what_if)
     app.command("run")(run)
+    app.command("quality")(quality)
     app.command("calibrate")(calibrate)
     app.command("make-dummy")(make_dummy)
     app.command("demo")(demo)

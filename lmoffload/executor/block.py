@@ -172,7 +172,7 @@ class _Walk:
             runner._meter.phase = "prefill" if prefill else "decode"
             if unit.kind == "embed":
                 reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)
-                runner._meter.forward(batch.num_tokens, len(batch.active_rows))
+                runner._meter.forward(batch.num_forwards, batch.num_tokens, len(batch.active_rows))
             else:
                 reached = batch.resume(unit.kind == "head")
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"

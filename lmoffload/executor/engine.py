@@ -12,12 +12,13 @@ import torch
 
 from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
+from lmoffload.executor.mean_squares import MeanSquares
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.performed import performed
 from lmoffload.executor.reader import DiskReader
-from lmoffload.executor.request import Completion, Progress, Request
-from lmoffload.executor.row import Row, make_row
+from lmoffload.executor.request import Completion, Progress, Request, Score
+from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.decode_attention import decode_kernel
@@ -99,7 +100,8 @@ class Engine:
         try:
             self.weights = WeightStore(checkpoint, plan, units, self._reader)
             self._check_bytes()
-            runtime = Runtime(self.weights, self._pool, tuple(unit.index for unit in units if unit.kind == "head"), self.meter)
+            heads = tuple(unit.index for unit in units if unit.kind == "head")
+            runtime = self._runtime = Runtime(self.weights, self._pool, heads, self.meter)
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
@@ -160,16 +162,42 @@ class Engine:
             self.meter.keep_spans = False
         return [done[index] for index in range(len(requests))]
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Log-probability of every token but the first of each prompt, given those before it: one fp32 tensor [tokens − 1] a prompt."""
-        rows = [make_row(Request(str(i), tuple(prompt), 1), {}, self.shape.vocab_size) for i, prompt in enumerate(prompts)]
-        scores: dict[int, torch.Tensor] = {}
-        for block in self._split(rows, every_logit=True):
-            for _ in self._blocks.run(block, 1, False, frozenset(), None):
-                pass
-            for batch in block:
-                scores.update({id(row): score for row, score in zip(batch.rows, batch.scores, strict=True)})
-        return [scores[id(row)] for row in rows]
+    def score(
+        self, texts: Sequence[Sequence[int]], num_decoded: int = 0, on_progress: Callable[[float], None] = lambda share: None
+    ) -> list[Score]:
+        """What the model says of every token but the first of each text, given those before it; one score a text.
+
+        Args:
+            texts: token ids, more than `num_decoded` of each.
+            num_decoded: the last tokens of each text that are given one by one, in decode steps, which read the keys and values kept;
+                the others are computed in one prefill, whose keys and values are as computed.
+            on_progress: called after every step with the share that is done.
+        """
+        rows = [scored_row(text, num_decoded, self.shape.vocab_size) for text in texts]
+        blocks, num_steps = self._split(rows, every_logit=True), max(1, num_decoded)
+        for number, block in enumerate(blocks):
+            for step, _ in self._blocks.run(block, num_steps, False, frozenset(), None):
+                on_progress((number + (step + 1) / num_steps) / len(blocks))
+        return [Score.joined(row.scores) for row in rows]
+
+    def input_squares(
+        self, texts: Sequence[Sequence[int]], on_progress: Callable[[float], None] = lambda share: None
+    ) -> dict[str, torch.Tensor]:
+        """Mean square of what each column of the layers' matrices is multiplied with, over the tokens of some texts: fp32 [K] by name.
+
+        An expert's are those of the tokens that chose it; all experts of a layer count together.
+        """
+        found = MeanSquares()
+        blocks = self._split([scored_row(text, 0, self.shape.vocab_size) for text in texts], keep_logits=True)
+        self._runtime.observe = found.add
+        try:
+            for number, block in enumerate(blocks, 1):
+                for _ in self._blocks.run(block, 1, False, frozenset(), None):
+                    pass
+                on_progress(number / len(blocks))
+        finally:
+            self._runtime.observe = None
+        return {name: square for name, square in found.means().items() if self.shape.by_name[name].layer is not None}
 
     def first_logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits after each prompt, [prompts, vocabulary] fp32: what the first generated token is chosen from."""

@@ -45,7 +45,7 @@ class Attended(NamedTuple):
     sequences: int = 0
     tokens: int = 0
     squares: int = 0
-    """Of their lengths, summed."""
+    """Of their lengths, those of the tokens attended to before taken off; summed."""
     seconds: float = 0.0
 
     def with_more(self, more: Attended) -> Attended:
@@ -60,7 +60,7 @@ class Attended(NamedTuple):
 
 
 class Forwards(NamedTuple):
-    """Forwards of micro-batches, one for each and step."""
+    """Forwards of micro-batches, one for each and step, or for each chunk."""
 
     number: int = 0
     tokens: int = 0
@@ -102,7 +102,7 @@ class Meter:
     attentions: dict[tuple[Phase, int, int], Attended] = field(default_factory=dict)
     """By phase, layer and about how long the sequences are."""
     forwards: dict[Phase, Forwards] = field(default_factory=dict)
-    _lengths: Sequence[int] = ()
+    _spans: Sequence[tuple[int, int]] = ()
     _attended: Attended = field(default_factory=Attended)
 
     def task(self, task: Task, begin_s: float, end_s: float) -> None:
@@ -113,7 +113,7 @@ class Meter:
         phase: Phase = "decode" if task.step else "prefill"
         if task.kind == "read_weights":
             self.reads.setdefault((phase, task.unit), Sum()).add(end_s - begin_s)
-        else:
+        elif task.kind == "compute":
             self.compute_s[phase] = self.compute_s.get(phase, 0.0) + end_s - begin_s
         if self.keep_spans:
             self.spans.append(Span(task, begin_s, end_s))
@@ -123,17 +123,18 @@ class Meter:
         key = (self.phase, kernel, matrix.format, matrix.n, matrix.k, about(rows))
         self.products.setdefault(key, Sum()).add(seconds, rows)
 
-    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None:
+    def attention(self, layer: int, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """Count attention at a layer; see `modeling.runtime.Watch`."""
-        if lengths is not self._lengths:
-            self._lengths, self._attended = lengths, Attended(1, len(lengths), sum(lengths), sum(n * n for n in lengths))
+        if spans is not self._spans:
+            squares = sum(length * length - known * known for known, length in spans)
+            self._spans, self._attended = spans, Attended(1, len(spans), sum(length for _, length in spans), squares)
         key = (self.phase, layer, about(self._attended.tokens // self._attended.sequences))
         self.attentions[key] = self.attentions.get(key, Attended()).with_more(self._attended._replace(seconds=seconds))
 
-    def forward(self, tokens: int, rows: int) -> None:
-        """Count the beginning of a micro-batch's forward over so many tokens (padding included) of so many rows."""
+    def forward(self, number: int, tokens: int, rows: int) -> None:
+        """Count the beginning of a micro-batch's forwards (one, or one for each chunk) over so many tokens, padding included, and rows."""
         seen = self.forwards.get(self.phase, Forwards())
-        self.forwards[self.phase] = Forwards(seen.number + 1, seen.tokens + tokens, seen.rows + rows)
+        self.forwards[self.phase] = Forwards(seen.number + number, seen.tokens + tokens, seen.rows + rows)
 
     def step(self, step: int, seconds: float, full: bool) -> None:
         """Count a step of a block; `full` when every micro-batch of a full block computed in it."""

@@ -13,8 +13,9 @@ import greenlet
 import numpy as np
 import torch
 
-from lmoffload.executor.kv_cache import KVCache, LayerCache, kv_bytes
+from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
+from lmoffload.executor.request import Score
 from lmoffload.executor.row import Row
 from lmoffload.kernels.attention import prefill_attention
 from lmoffload.kernels.decode_attention import decode_attention
@@ -25,6 +26,9 @@ from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Spilled
+
+SCORED_TOGETHER = 32
+"""Positions whose probabilities are computed at once: a copy of so many logits."""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,6 @@ class MicroBatch:
         """Seconds of the last attention, storing keys and values left out."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
-        self.scores: list[torch.Tensor] = []
         self.kept_logits: list[torch.Tensor] = []
 
     @property
@@ -107,10 +110,15 @@ class MicroBatch:
         return self._current.segments
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens so far of each row in the chunk being computed, the newest included."""
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """(tokens attended to before, tokens with the newest) of each row in the chunk being computed."""
         assert self._current is not None
-        return [self._current.positions[end - 1] + 1 for _, end in self._current.segments]
+        return self._current.spans
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards of the current step: one, or one for each chunk."""
+        return len(self._forwards)
 
     @property
     def num_tokens(self) -> int:
@@ -199,9 +207,11 @@ class MicroBatch:
         assert packed is not None and self.cache is not None
         cache = self.cache.layers[layer]
         if self._prefill:
+            for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
+                cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._pool)
             begin_s = time.perf_counter()
             options = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
-            attended = self._attend_prompts(packed, cache, query, key, value, options)
+            attended = self._attend_prompts(packed, query, key, value, options)
             self.attended_s = time.perf_counter() - begin_s
             return attended
         rows, count = packed.rows, len(packed.rows)
@@ -216,12 +226,10 @@ class MicroBatch:
         return out
 
     def _attend_prompts(
-        self, packed: Packed, cache: LayerCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
+        self, packed: Packed, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
-        """Every prompt attends to its own fresh keys and values, before they are rounded to what is stored; those of a row that an earlier
-        chunk began are carried over to the next."""
-        for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
-            cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._pool)
+        """Every prompt attends to its own fresh keys and values, as they were before they were rounded to what is stored; those of a row
+        that an earlier chunk began are carried over to the next."""
         segments, carried = packed.segments, self._carried
         begun = [segment for piece, segment in zip(packed.pieces, segments, strict=True) if piece.first == 0]
         out = prefill_attention(query, key, value, begun, pool=self._pool, **options)
@@ -252,12 +260,15 @@ class MicroBatch:
             self.kept_logits.append(logits.clone())
         if self._every_logit:
             self._take_scores(logits)
-            logits = logits[self._ends() - 1] if len(logits) > len(rows) else logits
+            logits = logits[self._ends() - 1]
         self.tokens_taken = len(rows)
         likeliest = logits.argmax(dim=-1).tolist()
         finished = []
         for row, row_logits, first in zip(rows, logits, likeliest, strict=True):
-            token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
+            if row.forced:
+                token = row.forced[len(row.generated)]
+            else:
+                token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
             row.tokens.append(token)
             if token in stop_ids:
                 row.finish_reason = "stop"
@@ -272,15 +283,21 @@ class MicroBatch:
         return finished
 
     def _take_scores(self, logits: torch.Tensor) -> None:
-        """Log-probabilities of each row's own tokens from the logits [T, vocabulary] of a whole prefill."""
-        for row, end in zip(self.rows, self._ends().tolist(), strict=True):
-            targets = torch.tensor(row.tokens[1:])
-            begin = end - len(row.tokens)
-            self.scores.append(torch.log_softmax(logits[begin : end - 1], dim=-1).gather(1, targets[:, None])[:, 0])
+        """What each position of this step says of the token after it, where that is given, from the logits [T, vocabulary]."""
+        begin = 0
+        for row, end in zip(self.active_rows, self._ends().tolist(), strict=True):
+            known = len(row.tokens)
+            given = (*row.tokens, *row.forced[len(row.generated) :])[known - (end - begin) + 1 : known + 1]
+            for at in range(0, len(given), SCORED_TOGETHER):
+                targets = torch.tensor(given[at : at + SCORED_TOGETHER])
+                part = logits[begin + at : begin + at + len(targets)]
+                chosen = torch.log_softmax(part, dim=-1).gather(1, targets[:, None])[:, 0]
+                row.scores.append(Score(chosen, part.argmax(dim=-1)))
+            begin = end
 
     def _ends(self) -> torch.Tensor:
-        """Where each row's tokens end, all rows one after another."""
-        return torch.tensor([len(row.tokens) for row in self.rows]).cumsum(0)
+        """Where each active row's tokens of this step end, all rows one after another."""
+        return torch.tensor([len(row.tokens) if self._prefill else 1 for row in self.active_rows]).cumsum(0)
 
 
 def _logits(model: Any, options: dict[str, torch.Tensor]) -> torch.Tensor:

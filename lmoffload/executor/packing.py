@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ class Piece:
     """It ends with the row's newest token."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packed:
     """The tokens of one chunk, those of all its pieces one after another, padded at the end."""
 
@@ -36,6 +37,11 @@ class Packed:
         """Tokens [begin, end) of each piece."""
         edges = accumulate((piece.end - piece.first for piece in self.pieces), initial=0)
         return list(pairwise(edges))
+
+    @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(tokens before the piece, tokens with it) of each row."""
+        return tuple((piece.first, piece.end) for piece in self.pieces)
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:

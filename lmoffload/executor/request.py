@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,27 @@ class Completion:
     prompt_tokens: int
     finish_reason: Literal["stop", "length", "error"]
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a model says of given tokens, one entry for every token but a text's first."""
+
+    log_probabilities: torch.Tensor
+    """fp32: of each token, given those before it."""
+    likeliest: torch.Tensor
+    """int64: the token that would have been likeliest."""
+
+    def last(self, count: int) -> Score:
+        """Of the last tokens alone."""
+        return Score(self.log_probabilities[-count:], self.likeliest[-count:])
+
+    @staticmethod
+    def joined(parts: Sequence[Score]) -> Score:
+        """Scores of consecutive tokens as one."""
+        import torch
+
+        return Score(torch.cat([part.log_probabilities for part in parts]), torch.cat([part.likeliest for part in parts]))
 
 
 @dataclass(frozen=True, slots=True)

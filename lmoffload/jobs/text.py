@@ -51,6 +51,18 @@ class Text:
         ends = [at for string in stop if (at := text.find(string)) >= 0]
         return text[: min(ends)] if ends else text
 
+    def windows(self, text: str, length: int, most: int) -> tuple[tuple[int, ...], ...]:
+        """Consecutive pieces of a text, of `length` tokens each and about `most` together; each begins with the start token where the
+        tokenizer puts one.
+
+        Raises:
+            StatedError: as `encode` does.
+        """
+        ids = self.encode(text)
+        start = ids[:1] if ids[0] == self._tokenizer.bos_token_id else ()
+        ids, step = ids[len(start) :], length - len(start)
+        return tuple((*start, *ids[at : min(at + step, most)]) for at in range(0, min(len(ids), most), step) if len(ids) - at > 1)
+
     @property
     def end_token_id(self) -> int | None:
         """The tokenizer's end token."""

@@ -1,4 +1,4 @@
-"""Linear kernel: int8 activations, one scale a row, with int8 or int4 weights."""
+"""Linear kernel: int8 activations, one scale for each group of a row, with int8 or int4 weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOB_ACTIVATIONS = 1 << 18
 
 
 class Int8Dot:
-    """Vector code of our own for the quantized formats; activations are rounded to int8 with a scale for each row."""
+    """Vector code of our own for the quantized formats; activations are rounded to int8 with a scale for each of the format's groups."""
 
     name = "int8_dot"
     formats = frozenset(QUANTIZED)

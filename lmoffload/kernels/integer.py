@@ -1,7 +1,8 @@
 """The compiled functions of int8 x int8 and int4 x int8 products over tiles.
 
-out[j, i] = scale[j] * sum over groups g of (scale[i, g] * dot[i, g, j] + minimum[i, g] * sum[g, j]), where dots and sums are exact whole
-numbers of codes and the groups are added in order: a row's bits depend on it alone, and on no machine's instructions.
+out[j, i] = sum over groups g of (weight's scale[i, g] * scale[g, j]) * dot[i, g, j] + minimum[i, g] * (scale[g, j] * sum[g, j]), where
+dots and sums are exact whole numbers of codes and the groups are added in order: a row's bits depend on it alone, and on no machine's
+instructions.
 """
 
 from __future__ import annotations
@@ -108,36 +109,39 @@ class Product:
         code, b = self.code, self.code.b
         groups = b.sdiv(k, code.whole(self.group))
         sums = code.row(packed, k, code.whole(size))
-        scales = code.row(sums, groups, code.whole(4 * size))
 
         def group(g: V, totals: list[V]) -> list[V]:
             here = code.row(tile, g, code.whole(self.group_bytes))
             if size <= FEW_ROWS:
                 for line in range(0, self.group_bytes, 64):
                     code.prefetch_line(code.at(here, AHEAD_BYTES + line))
-            beside = code.row(sums, g, code.whole(4 * size))
+            beside = code.row(sums, g, code.whole(8 * size))
             dots = self._dots(code.at(here, self.head_bytes), code.row(packed, g, code.whole(self.group * size)), beside, size)
             reals = ir.VectorType(F32, code.width)
-            for offset, factors in ((0, [b.sitofp(dot, reals) for dot in dots]), (2 * TILE_ROWS, self._sums(beside, size))):
-                if factors:
-                    halves = [code.load(I16, code.at(here, offset + 2 * code.width * v), code.width) for v in range(self.vectors)]
-                    wide = [widen_fp16(code, half, code.width) for half in halves]
-                    totals = [code.fma(factors[n], wide[n % self.vectors], total) for n, total in enumerate(totals)]
-            return totals
+            wide = self._halves(here)
+            scales = [b.fmul(wide[n % self.vectors], scale) for n, scale in enumerate(self._of_rows(code.at(beside, 4 * size), size))]
+            totals = [code.fma(b.sitofp(dot, reals), scale, total) for dot, scale, total in zip(dots, scales, totals, strict=True)]
+            if not self.nibbles:
+                return totals
+            least = self._halves(code.at(here, 2 * TILE_ROWS))
+            sums_of_rows = enumerate(self._of_rows(beside, size))
+            return [code.fma(found, least[n % self.vectors], totals[n]) for n, found in sums_of_rows]
 
         zero = code.real(0.0, code.width)
         totals = code.loop(code.whole(0), groups, 1, [zero] * (size * self.vectors), group)
         for n, total in enumerate(totals):
             row, vector = divmod(n, self.vectors)
-            scale = code.splat(code.load(F32, code.at(scales, 4 * row)), code.width)
-            place = code.at(code.row(out, code.whole(row), out_row), 4 * code.width * vector)
-            code.store(b.fmul(total, scale), place)
+            code.store(total, code.at(code.row(out, code.whole(row), out_row), 4 * code.width * vector))
 
-    def _sums(self, beside: V, size: int) -> list[V]:
-        """What the minima are multiplied by, for every row and vector."""
-        if not self.nibbles:
-            return []
-        found = [self.code.splat(self.code.load(F32, self.code.at(beside, 4 * row)), self.code.width) for row in range(size)]
+    def _halves(self, place: V) -> list[V]:
+        """Scales or minima of the weight rows, for every vector."""
+        code = self.code
+        halves = [code.load(I16, code.at(place, 2 * code.width * v), code.width) for v in range(self.vectors)]
+        return [widen_fp16(code, half, code.width) for half in halves]
+
+    def _of_rows(self, place: V, size: int) -> list[V]:
+        """A number of each activation row, for every row and vector."""
+        found = [self.code.splat(self.code.load(F32, self.code.at(place, 4 * row)), self.code.width) for row in range(size)]
         return [found[n // self.vectors] for n in range(size * self.vectors)]
 
     def _dots(self, codes: V, xs: V, beside: V, size: int) -> list[V]:

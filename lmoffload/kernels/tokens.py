@@ -1,11 +1,12 @@
-"""Emit the quantization of activations: every row to codes -127..127 and one scale.
+"""Emit the quantization of activations: every group of a row's columns to codes -127..127 and a scale.
 
 Rows are packed in blocks of `sizes` rows, as many of the largest as there are, then smaller ones. A block of S rows holds, for every 4
-columns, S times the 4 codes of a row; for every group of columns, S whole numbers or fp32 sums; and S fp32 scales. A packed row takes
+columns, S times the 4 codes of a row; then for every group of columns S sums of codes and S fp32 scales. A packed row takes
 `packed_row_bytes`, so that a block begins at its first row's number times that.
 
-scale = max |x| / 127, code = x / scale rounded to the nearest: an activation's error is at most max |x| / 254. A row that holds a NaN or
-an infinity has the scale NaN; one whose largest number is below 2^-100 counts as zeros.
+scale = max |x| / 127 over the group, code = x / scale rounded to the nearest: an activation's error is at most max |x| / 254. A single
+huge activation, as trained models have, thus costs its group alone and not its row. A group that holds a NaN or an infinity has the scale
+NaN; one whose largest number is below 2^-100 counts as zeros.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LEAST_BITS = (127 - 100) << 23
 
 def packed_row_bytes(k: int, group: int) -> int:
     """Bytes of one packed row of k columns."""
-    return k + 4 * (k // group) + 4
+    return k + 8 * (k // group)
 
 
 def each_block(code: Code, m: V, sizes: Sequence[int], body: Callable[[V, int], None]) -> None:
@@ -43,7 +44,7 @@ def each_block(code: Code, m: V, sizes: Sequence[int], body: Callable[[V, int], 
 def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[int], shifted: bool, real: bool) -> Code:
     """Emit pack(x, x_row, m, target, packed_row, k).
 
-    group: columns of a sum. shifted: sums are whole numbers, -128 times the codes' (`BytesDot.shifted`). real: sums are fp32.
+    group: columns of a scale. shifted: sums are whole numbers, -128 times the codes' (`BytesDot.shifted`). real: sums are fp32, scaled.
     """
     code = Code(module, machine, "pack", [ADDRESS, I64, I64, ADDRESS, I64, I64])
     x, x_row, m, target, packed_row, k = code.arguments
@@ -52,15 +53,14 @@ def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[i
     def block(first: V, size: int) -> None:
         codes = code.row(target, first, packed_row)
         sums = code.row(codes, k, code.whole(size))
-        scales = code.row(sums, b.sdiv(k, code.whole(group)), code.whole(4 * size))
 
         def row(index: V) -> None:
             source, offset = code.row(x, b.add(first, index), x_row), b.mul(index, four)
-            inverse, scale = _scales(code, source, k)
-            code.store(scale, code.at(scales, offset))
 
             def one_group(g: V) -> None:
-                begin = b.mul(g, code.whole(group))
+                begin, beside = b.mul(g, code.whole(group)), code.at(code.row(sums, g, code.whole(8 * size)), offset)
+                inverse, scale = _scales(code, code.row(source, begin, four), group)
+                code.store(scale, code.at(beside, 4 * size))
 
                 def step(i: V, total: list[V]) -> list[V]:
                     column = b.add(begin, i)
@@ -75,7 +75,7 @@ def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[i
                 total = code.fold(lanes, b.add)
                 if shifted:
                     total = b.mul(total, code.bits(-SIGNED_SHIFT))
-                code.store(b.sitofp(total, F32) if real else total, code.at(code.row(sums, g, code.whole(4 * size)), offset))
+                code.store(b.fmul(b.sitofp(total, F32), scale) if real else total, beside)
 
             code.each(code.whole(0), b.sdiv(k, code.whole(group)), 1, one_group)
 
@@ -85,7 +85,7 @@ def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[i
     return code.end()
 
 
-def _scales(code: Code, source: V, k: V) -> tuple[V, V]:
+def _scales(code: Code, source: V, group: int) -> tuple[V, V]:
     """(127 / max |x| in every lane, max |x| / 127). The bits of |x| are in order as whole numbers, NaN above infinity."""
     b, width = code.b, code.width
     sign = code.bits(0x7FFFFFFF, width)
@@ -93,10 +93,10 @@ def _scales(code: Code, source: V, k: V) -> tuple[V, V]:
     def larger(one: V, two: V) -> V:
         return b.select(b.icmp_signed(">", one, two), one, two)
 
-    def most(i: V, best: list[V]) -> list[V]:
-        return [larger(best[0], b.and_(code.load(I32, code.row(source, i, code.whole(4)), width), sign))]
-
-    top = code.fold(code.loop(code.whole(0), k, width, [code.bits(0, width)], most)[0], larger)
+    best = code.bits(0, width)
+    for column in range(0, group, width):
+        best = larger(best, b.and_(code.load(I32, code.at(source, 4 * column), width), sign))
+    top = code.fold(best, larger)
     finite, large = b.icmp_signed("<", top, code.bits(INFINITY_BITS)), b.icmp_signed(">=", top, code.bits(LEAST_BITS))
     size = b.bitcast(top, F32)
     inverse = b.select(b.and_(finite, large), b.fdiv(code.real(LARGEST_CODE), size), code.real(0.0))
@@ -105,7 +105,7 @@ def _scales(code: Code, source: V, k: V) -> tuple[V, V]:
 
 
 def _codes(code: Code, values: V, inverse: V) -> V:
-    """Codes as whole numbers; whatever they are where the row's scale is NaN."""
+    """Codes as whole numbers; whatever they are where the scale is NaN."""
     b, width = code.b, code.width
     rounded = b.fadd(b.fmul(values, inverse), code.real(ROUNDING, width))
     bits = b.shl(b.bitcast(rounded, ir.VectorType(I32, width)), code.bits(24, width))

@@ -41,5 +41,5 @@ def packed_attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    runtime.watch.attention(module.layer_idx, batch.lengths, batch.attended_s)
+    runtime.watch.attention(module.layer_idx, batch.spans, batch.attended_s)
     return out.unsqueeze(0), None

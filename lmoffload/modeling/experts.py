@@ -64,6 +64,8 @@ class BoundExperts(nn.Module):
 
     def _product(self, part: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """rows [R, K] fp32 -> [R, N] with one expert's matrix, which may be stored in several."""
+        if self.runtime.observe is not None:
+            self.runtime.observe(part, rows)
         matrices = self.runtime.weights.expert(part, expert)
         parts = [self.runtime.product(rows, matrix) for matrix in matrices]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

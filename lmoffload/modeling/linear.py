@@ -34,6 +34,8 @@ class BoundLinear(nn.Module):
             self.runtime.reach(self.unit)
         matrix = self.runtime.weights.matrix(self.name) if self.own is None else self.own
         rows = x.reshape(-1, x.shape[-1])
+        if self.runtime.observe is not None and self.runtime.batch is not None:
+            self.runtime.observe(self.name, rows[: self.runtime.batch.segments[-1][1]])
         out = self.runtime.product(rows, matrix, self.bias)
         return out.view(*x.shape[:-1], matrix.n)
 

@@ -34,23 +34,23 @@ class Watch(Protocol):
     def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
         """A product of `rows` rows of activations with a matrix."""
 
-    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None:
-        """Attention at a layer, over a sequence of each of these lengths."""
+    def attention(self, layer: int, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Attention at a layer; see `Batch.spans`."""
 
 
 class Unwatched:
     """Hears nothing."""
 
     def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None: ...
-    def attention(self, layer: int, lengths: Sequence[int], seconds: float) -> None: ...
+    def attention(self, layer: int, spans: Sequence[tuple[int, int]], seconds: float) -> None: ...
 
 
 class Batch(Protocol):
     """The micro-batch that computes now."""
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of each row, the newest included."""
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """(tokens attended to before, tokens with those of this forward) of each row; the same object all through a forward."""
 
     @property
     def attended_s(self) -> float:
@@ -89,6 +89,8 @@ class Runtime:
         """Linear kernel of the current phase for a stored format."""
         self.batch: Batch | None = None
         """The micro-batch that computes now."""
+        self.observe: Callable[[str, torch.Tensor], None] | None = None
+        """Is shown what each matrix of the layers is multiplied with, fp32 [T, K], padding left out; None: nothing watches."""
 
     def product(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         """rows fp32 [M, K] contiguous -> fp32 [M, N] with the current phase's kernel."""

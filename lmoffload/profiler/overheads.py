@@ -161,7 +161,7 @@ def _without_products(config: Any) -> Any:
             return self.out[:, : x.shape[1]]
 
     class FreeBatch:
-        lengths, attended_s = (1,), 0.0
+        spans, attended_s = ((0, 1),), 0.0
 
         def attend(self, _layer: int, query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
             return query

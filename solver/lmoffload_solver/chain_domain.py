@@ -25,6 +25,7 @@ from lmoffload_solver.chain_terms import Array, ChainTerms
 from lmoffload_solver.decision import Job, Products
 from lmoffload_solver.device_memory import BUFFERS, ChainMemory
 from lmoffload_solver.formats import FORMATS, QUANTIZED, format_of
+from lmoffload_solver.loss import LossTable, Part, allowed, loss_of
 from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.value import Quality, TensorClass, Tier
 from lmoffload_solver.workload import Limits
@@ -92,14 +93,17 @@ class Variant(NamedTuple):
 class ChainDomain:
     """The domain of a job on a machine."""
 
-    def __init__(self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality) -> None:
-        self.job, self.model, self.limits, self.quality = job, job.model, limits, quality
+    def __init__(
+        self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, losses: LossTable | None = None
+    ) -> None:
+        self.job, self.model, self.limits, self.quality, self.losses = job, job.model, limits, quality, losses
         self.pairs = tuple(self._pairs())
         self.terms = ChainTerms(job, machine, disk, self.pairs, limits.threads)
         self.memory = ChainMemory(job, machine, limits)
         main = counting.main_format(self.model)
         self.base_format = main if main in ("bf16", "fp16") else "fp16"
-        self.kv_formats = (self.base_format, *SMALLEST[quality][:1])
+        within_bounds = [fmt for fmt in SMALLEST[quality] if allowed(losses, quality, Part("kv", fmt))]
+        self.kv_formats = (self.base_format, *within_bounds[:1])
         self.rows = np.array([min(size, job.num_prompts) for size, _ in self.pairs], dtype=np.float64)
         self.block_rows = np.array([min(size * count, job.num_prompts) for size, count in self.pairs], dtype=np.float64)
         self._placers: dict[Formats, WeightPlacer] = {}
@@ -131,12 +135,14 @@ class ChainDomain:
         for tensor in self.model.tensors:
             if tensor.is_matrix and (tensor.layer is not None or tensor.name in {t.name for t in outside}):
                 classes.setdefault(tensor.tensor_class, []).append((tensor.format, tensor.shape))
-        allowed = {name: self._allowed(set(tensors)) for name, tensors in classes.items()}
-        chosen = product(*([(name, None), *((name, fmt) for fmt in allowed[name])] for name in classes))
+        found = {name: self._allowed(set(tensors)) for name, tensors in classes.items()}
+        chosen = product(*([(name, None), *((name, fmt) for fmt in found[name])] for name in classes))
         return tuple(tuple((name, fmt) for name, fmt in one if fmt is not None) for one in chosen)
 
     def _allowed(self, tensors: set[tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
         for fmt in SMALLEST[self.quality]:
+            if not allowed(self.losses, self.quality, Part("weights", fmt)):
+                continue
             block, bits = format_of(fmt).block_elements, format_of(fmt).bits_per_element
             if all(kept in FORMATS and shape[-1] % block == 0 and bits < format_of(kept).bits_per_element for kept, shape in tensors):
                 return (fmt,)
@@ -149,6 +155,11 @@ class ChainDomain:
         hidden = self.memory.hidden_bytes(float(self.block_rows.max()))
         room = min(self.memory.capacity["host"], self.memory.weights_capacity)
         return bool(largest + kv + hidden + self.memory.machine.base_bytes > room)
+
+    def loss(self, candidate: ChainCandidate) -> float | None:
+        """The estimated loss of a candidate; None where it is unknown. Keys and values in 16 bits count as exact on a device."""
+        parts = [Part("weights", fmt) for fmt in sorted({fmt for _, fmt in candidate.formats})]
+        return loss_of(self.losses, *parts, *([Part("kv", candidate.kv_format)] if candidate.kv_format != self.base_format else []))
 
     def widened(self, formats: Formats, products: tuple[Products, Products]) -> int:
         """Elements of the 16-bit copy that widened weights take."""

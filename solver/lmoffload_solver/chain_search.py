@@ -22,6 +22,7 @@ from lmoffload_solver.chain_terms import PLACES
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.host_cores import HostShare
+from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.value import Quality, Tier
 from lmoffload_solver.workload import Limits
@@ -72,10 +73,11 @@ class ChainSearch:
         deadline: float,
         *,
         effort: float = EFFORT,
+        losses: LossTable | None = None,
     ) -> None:
         """`effort`: what is spent on a proof without a gap, in programs solved; `math.inf`: all that it takes."""
         self.job, self.machine, self.disk, self.deadline, self.most_effort = job, machine, disk, deadline, effort
-        self.domain = ChainDomain(job, machine, disk, limits, quality)
+        self.domain = ChainDomain(job, machine, disk, limits, quality, losses)
         self.memory, self.model = self.domain.memory, job.model
         self.programs_solved = 0
         self.effort = 0.0

@@ -11,6 +11,7 @@ from lmoffload_solver.chain_search import ChainFound, ChainSearch
 from lmoffload_solver.chain_solver import memory_prices, scaling_s, solve_program
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Job
+from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import Infeasible, Optimal, Outcome, TimedOut
@@ -27,7 +28,13 @@ LOOSER_EFFORT = 10.0
 
 
 def solve_chain(
-    model: ModelShape, machine: MachineProfile, workload: Workload, limits: Limits, file_system: str | None, digest: str
+    model: ModelShape,
+    machine: MachineProfile,
+    workload: Workload,
+    limits: Limits,
+    file_system: str | None,
+    digest: str,
+    losses: LossTable | None = None,
 ) -> Outcome:
     """The best plan for a job on a machine with a device.
 
@@ -36,7 +43,7 @@ def solve_chain(
     """
     begin = time.perf_counter()
     job, disk = Job(model, workload), disk_of(machine, file_system)
-    search = ChainSearch(job, machine, disk, limits, workload.quality, begin + limits.solve_s)
+    search = ChainSearch(job, machine, disk, limits, workload.quality, begin + limits.solve_s, losses=losses)
     found = search.run()
     if found is None:
         return TimedOut(None, job.tokens / search.bound_s) if search.cut_short else shortage(search)
@@ -45,9 +52,11 @@ def solve_chain(
     batch = {"micro_batch": found.candidate.micro_batch, "num_micro_batches": found.candidate.num_micro_batches}
     same_batch, until = limits.model_copy(update=batch), begin + limits.solve_s
     for quality in LOOSER[workload.quality]:
-        other = ChainSearch(job, machine, disk, same_batch, quality, until, effort=LOOSER_EFFORT).run()
+        widened = ChainSearch(job, machine, disk, same_batch, quality, until, effort=LOOSER_EFFORT, losses=losses)
+        other = widened.run()
         if other is not None:
-            looser.append(LooserQuality(quality=quality, tokens_per_s=job.tokens / other.simulated.total_s, loss=None))
+            rate, loss = job.tokens / other.simulated.total_s, widened.domain.loss(other.candidate)
+            looser.append(LooserQuality(quality=quality, tokens_per_s=rate, loss=loss))
     remarks = Remarks(
         bound_s=bound_s,
         cut_short=search.cut_short,
@@ -59,6 +68,7 @@ def solve_chain(
     plan = plan_of(
         job, machine, found.decision, digest=digest, limits=limits, simulated=found.simulated, remarks=remarks, file_system=file_system
     )
+    plan = plan.model_copy(update={"loss": search.domain.loss(found.candidate)})
     return TimedOut(plan, plan.bound_tokens_per_s) if search.cut_short else Optimal(plan, plan.bound_tokens_per_s, plan.gap)
 
 

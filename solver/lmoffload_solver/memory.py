@@ -49,6 +49,9 @@ TOKENIZER_BYTES_PER_TOKEN = 512
 SAMPLING_COPIES = 6
 """fp32-sized copies of one sequence's logits while it is sampled: scaled, sorted with 8-byte indices, probabilities, running sums."""
 
+SCORING_COPIES = 64
+"""The same while given tokens are scored, 32 at a time: log-probabilities and what they are computed from."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -83,6 +86,7 @@ class JobMemory:
         kv = np.array([counting.kv_bytes(model, most, key_format, value_format) for most in tokens], dtype=np.int64)
         self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
         self._longest = int(lengths[0])
+        self._scored = workload.scored
         self.vectors_bytes = counting.vector_bytes(model) + pinned_bytes(model)
         self._head_bytes = ACTIVATION_BYTES * counting.matrix_size(model.head)[0]
         self._attention = max(
@@ -128,6 +132,7 @@ class JobMemory:
             "tiles": threads * self._tile_bytes,
         }
         first, carried = counting.padded(int(self._tokens[rows]), multiple), 0
+        kept = (first, tokens + multiple * chunks) if self._scored else (rows, block_rows)
         if prefill_chunk is not None and prefill_chunk < first:
             first = counting.padded(max(prefill_chunk, CHUNK_MULTIPLE), multiple)
             carried = 2 * self._longest * self._kv_token_bytes
@@ -138,7 +143,7 @@ class JobMemory:
                 "prefill": {
                     "suspended": self.suspended_bytes(tokens + multiple * chunks, layers_cut),
                     "layer": self.layer_bytes(first) + carried + scores,
-                    "head": self.head_bytes(first, rows, block_rows, head_streams),
+                    "head": self.head_bytes(first, *kept, head_streams),
                 },
                 "decode": {
                     "suspended": self.suspended_bytes(block_rows + padding, layers_cut),
@@ -164,7 +169,7 @@ class JobMemory:
         """Final norm over all tokens (2·hidden); logits, two more copies of those of a micro-batch (a piece's as computed, the check for
         infinities), and one sequence's copies while it is sampled."""
         kept = block_rows if head_streams else rows
-        logits = self._head_bytes * (kept + 2 * counting.padded(rows) + SAMPLING_COPIES)
+        logits = self._head_bytes * (kept + 2 * counting.padded(rows) + (SCORING_COPIES if self._scored else SAMPLING_COPIES))
         return 2 * counting.hidden_bytes(self.model, tokens) + logits
 
 

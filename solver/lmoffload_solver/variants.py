@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lmoffload_solver.loss import Activations, LossTable, Part, allowed, loss_of
+from lmoffload_solver.formats import QUALITY_BITS, format_of
+from lmoffload_solver.loss import QUALITY_BOUND, Activations, LossTable, Part, allowed, loss_of
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.value import Quality, TensorClass
@@ -31,6 +32,9 @@ KV_FORMATS_OF: Mapping[Quality, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Formats of keys and values on the host."""
+
+WIDE_CLASSES: frozenset[TensorClass] = frozenset({"embedding", "head"})
+"""Classes that are kept in 8 bits or more: a model's table and head in 4 lose about as much as all its layers do (docs/quality.md)."""
 
 ROUNDED_ACTIVATIONS = frozenset({"int8_dot"})
 """Kernels that round activations to int8."""
@@ -87,6 +91,11 @@ class Offered:
         """Whether a kernel may multiply weights turned into a format."""
         return allowed(self.losses, self.quality, Part("weights", format_name, activations_of(kernel)))
 
+    def permits(self, variant: Variant, kernels: tuple[str, ...]) -> bool:
+        """Whether all parts of a variant together stay within the class's bound, as far as it is known."""
+        loss, bound = variant.loss(self.losses, kernels), QUALITY_BOUND.get(self.quality)
+        return loss is None or bound is None or loss <= bound
+
     @property
     def narrowest(self) -> Variant:
         """The variant that takes the fewest bytes."""
@@ -103,7 +112,7 @@ def offered(model: ModelShape, machine: MachineProfile, threads: tuple[int, ...]
     for name in placed_classes(model):
         found: list[str | None] = [None]
         for width in WEIGHT_FORMATS[quality]:
-            for fmt in width:
+            for fmt in _for_class(name, width):
                 useful = any(
                     allowed(losses, quality, Part("weights", fmt, activations_of(kernel))) for kernel, known in kernels if known == fmt
                 )
@@ -126,6 +135,22 @@ def kept_as(model: ModelShape, formats: Mapping[TensorClass, str]) -> ModelShape
         return model
     turned = [tensor for tensor in model.tensors if tensor.tensor_class in formats and _is_choice(model, tensor)]
     return model.with_formats({tensor.name: formats[tensor.tensor_class] for tensor in turned})
+
+
+def everything_in(model: ModelShape, format_name: str) -> ModelShape | None:
+    """The model with every class that can be, and may be, in a format; those of table and head in int8 where the format is narrower. None
+    where no class of the layers can be. What a measured loss of weights in a format is of."""
+    formats: dict[TensorClass, str] = {}
+    for name in placed_classes(model):
+        wanted = next(iter(_for_class(name, (format_name,))), "int8")
+        if _can_become(model, name, wanted):
+            formats[name] = wanted
+    return kept_as(model, formats) if format_name in formats.values() else None
+
+
+def _for_class(name: TensorClass, formats: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the formats that a class may be kept in."""
+    return formats if name not in WIDE_CLASSES else tuple(fmt for fmt in formats if format_of(fmt).bits_per_element >= QUALITY_BITS["int8"])
 
 
 def _is_choice(model: ModelShape, tensor: TensorShape) -> bool:

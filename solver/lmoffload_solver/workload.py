@@ -32,6 +32,8 @@ class Workload(Value):
     goal: Goal = "throughput"
     quality: Quality = "exact"
     deadline_s: float | None = None
+    scored: bool = False
+    """The prompts' own tokens are scored, so that a prefill keeps the logits of all of them."""
 
     @model_validator(mode="after")
     def _not_too_many(self) -> Workload:

@@ -98,8 +98,22 @@ def test_scores_of_offloaded_and_resident_runs_are_equal(tiny):
         with Engine(checkpoint, make_plan(checkpoint.shape, checkpoint.fingerprint, resident=resident)) as engine:
             scores.append(engine.score(texts))
     for resident_score, offloaded in zip(*scores, strict=True):
-        assert torch.equal(resident_score, offloaded)
-    torch.testing.assert_close(scores[0][0], expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(resident_score.log_probabilities, offloaded.log_probabilities)
+        assert torch.equal(resident_score.likeliest, offloaded.likeliest)
+    torch.testing.assert_close(scores[0][0].log_probabilities, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(scores[0][0].likeliest, logits.argmax(-1))
+
+
+def test_a_text_given_token_by_token_scores_as_one_given_at_once(tiny):
+    """Its tokens are not the likeliest ones, so that a program that went on with its own would differ."""
+    checkpoint = tiny("llama")
+    texts = prompts(checkpoint.shape.vocab_size, (30, 17, 12))
+    with Engine(checkpoint, make_plan(checkpoint.shape, checkpoint.fingerprint, micro_batch=2)) as engine:
+        whole, stepwise = engine.score(texts), engine.score(texts, num_decoded=9)
+    for text, one, other in zip(texts, whole, stepwise, strict=True):
+        assert len(other.likeliest) == len(text) - 1 and not torch.equal(one.likeliest, torch.tensor(text[1:]))
+        torch.testing.assert_close(other.log_probabilities, one.log_probabilities, rtol=1e-4, atol=1e-4)
+        assert torch.equal(other.likeliest, one.likeliest)
 
 
 ROPES = [

@@ -18,7 +18,7 @@ from tests.executor.reference import prompts
 from tests.executor.test_quantized import TEXT
 
 PAIRS = [*((kind, kind) for kind in KV_FORMATS), ("int8", "bf16"), ("fp32", "int4-g32"), ("int4-g32", "int8")]
-NEW_TOKENS = 34
+NEW_TOKENS = 8
 """So that groups of keys are filled while decoding."""
 
 
@@ -32,7 +32,7 @@ def tokens_of(checkpoint, texts, kv, new_tokens=NEW_TOKENS, **options):
 def test_no_batch_changes_a_token(tiny, kv):
     """A model with windows and without: layers 1 and 2, and layer 3."""
     checkpoint = tiny("gemma3", num_layers=3, dtype="bf16")
-    texts = prompts(checkpoint.shape.vocab_size, (5, 30, 40))
+    texts = prompts(checkpoint.shape.vocab_size, (5, 30, 60))
     alone = tokens_of(checkpoint, texts, kv, micro_batch=1, num_micro_batches=1)
     assert tokens_of(checkpoint, texts, kv, micro_batch=3, num_micro_batches=2) == alone
     assert all(len(tokens) == NEW_TOKENS for tokens in alone)
@@ -61,15 +61,15 @@ def row_of(engine, text):
 def test_logits_of_a_trained_model(trained_file):
     checkpoint = open_checkpoint(trained_file)
     exact = later_logits(checkpoint, ("fp32", "fp32"))
-    errors = {}
+    errors, found = {}, {}
     for kind in KV_FORMATS[1:]:
         logits = later_logits(checkpoint, (kind, kind))
+        found[kind] = logits.argmax(dim=1).tolist()
         assert torch.equal(logits[0], exact[0]), "the prompt attends to its own fresh keys and values"
         errors[kind] = ((logits - exact).norm(dim=1) / exact.norm(dim=1))[1:]
         assert 0 < errors[kind].max() < LOGIT_ERRORS[kind], errors
+    assert found["bf16"] == found["int8"] == exact.argmax(dim=1).tolist(), "the greedy tokens are the same"
     assert errors["bf16"].max() < errors["int8"].max() < errors["int4-g32"].max()
-    texts = [TEXT, TEXT[:9]]
-    assert tokens_of(checkpoint, texts, ("bf16", "bf16"), 16) == tokens_of(checkpoint, texts, ("fp32", "fp32"), 16)
 
 
 @pytest.mark.parametrize("kv", PAIRS)

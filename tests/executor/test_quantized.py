@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,6 +15,7 @@ from lmoffload.checkpoint import Checkpoint, open_checkpoint, transformers_confi
 from lmoffload.checkpoint.encode import can_hold
 from lmoffload.executor import Engine, Request
 from lmoffload.kernels.matrix import Matrix, reference_widen
+from lmoffload_solver.formats import QUANTIZED
 from tests.executor.plans import make_plan
 from tests.executor.reference import greedy, prompts
 
@@ -42,17 +44,18 @@ def dequantized(stored: Checkpoint) -> Any:
     return model
 
 
-def round_activations(model: Any, names: Iterable[str]) -> Any:
-    """These linear layers of the model take int8 activations with one scale a token."""
+def round_activations(model: Any, formats: Mapping[str, str]) -> Any:
+    """The linear layers of these weights take int8 activations with one scale a group of their format."""
 
-    def rounded(_: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        size = inputs[0].abs().amax(-1, keepdim=True)
-        return ((inputs[0] * torch.full_like(size, 127).div(size)).round() * (size / 127),)
+    def rounded(format_name: str, _: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        groups = inputs[0].unflatten(-1, (-1, QUANTIZED[format_name].block_elements))
+        size = groups.abs().amax(-1, keepdim=True)
+        return (((groups * torch.full_like(size, 127).div(size)).round() * (size / 127)).flatten(-2),)
 
     linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    for name in names:
+    for name, format_name in formats.items():
         if name in linears:
-            linears[name].register_forward_pre_hook(rounded)
+            linears[name].register_forward_pre_hook(partial(rounded, format_name))
     return model
 
 
@@ -82,7 +85,7 @@ def test_rounded_activations_and_no_batch_changes_a_bit(tiny, tmp_path, format_n
     checkpoint = tiny("llama", num_layers=2, dtype="bf16", intermediate_size=128)
     formats, texts = formats_of(checkpoint, format_name), prompts(checkpoint.shape.vocab_size)
     model = dequantized(with_formats(checkpoint, formats, cache=tmp_path))
-    round_activations(model, [t.name for t in checkpoint.shape.tensors])
+    round_activations(model, formats)
     expected = last_logits(model, texts)
     found = []
     for micro_batch in (1, 4, 8):
@@ -117,7 +120,7 @@ def test_a_trained_model(tmp_path, format_name, trained_file):
         if kernel == "fused_dot":
             assert list(tokens) == greedy(model, TEXT, NEW_TOKENS)
     assert found["fused_dot"].max() < 1e-5
-    other = relative_error(last_logits(round_activations(model, some), texts), exact)
+    other = relative_error(last_logits(round_activations(model, formats), texts), exact)
     assert 0 < found["int8_dot"].mean() < 1.3 * other.mean(), (found, other)
 
 

@@ -28,10 +28,9 @@ def machines() -> list[Machine]:
     return found
 
 
-def rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) by definition, in double precision."""
-    scale = x.double().abs().amax(1, keepdim=True) / 127
-    return torch.where(scale > 0, (x.double() / scale), 0.0).round(), scale
+def scales_of(x: torch.Tensor, group: int) -> torch.Tensor:
+    """The scale of every group, by definition: double [rows, groups]."""
+    return x.double().view(x.shape[0], -1, group).abs().amax(2) / 127
 
 
 def products(kernels: IntegerKernels, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
@@ -47,14 +46,14 @@ def products(kernels: IntegerKernels, x: torch.Tensor, matrix: Matrix) -> torch.
 
 def error_bound(x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     """The documented error: activations off by half a scale, and rounding in fp32 of sums of the codes' parts."""
-    _, scale = rounded(x)
     parts = unpack(matrix.data, matrix.format, matrix.n, matrix.k)
     size = matrix.k // parts.scales.shape[1]
-    spread = (parts.codes.double().abs() * parts.scales.double().abs().repeat_interleave(size, 1)).sum(1)
+    scales = scales_of(x, size)
+    spread = parts.codes.double().abs().view(matrix.n, -1, size).sum(2) * parts.scales.double().abs()
     if parts.minima is not None:
-        spread += (parts.minima.double().abs() * size).sum(1)
-    off = (0.5 + 2.0**-12) * scale * reference_widen(matrix).double().abs().sum(1)
-    return off + (3 * matrix.k / size + 8) * UNIT * 127 * scale * spread
+        spread += parts.minima.double().abs() * size
+    off = (0.5 + 2.0**-12) * scales @ reference_widen(matrix).double().abs().view(matrix.n, -1, size).sum(2).T
+    return off + (3 * matrix.k / size + 8) * UNIT * 127 * scales @ spread.T
 
 
 @pytest.mark.parametrize("format_name", QUANTIZED)
@@ -68,7 +67,7 @@ def test_products_of_codes_are_exact(format_name):
     ones = torch.ones(32, groups, dtype=torch.float16)
     matrix = Matrix(pack(Codes(codes, ones, None if format_name == "int8" else torch.zeros_like(ones)), format_name), format_name, 32, k)
     x = torch.randint(-127, 128, (29, k), generator=generator).float()
-    x[:, 0] = 127
+    x.view(29, groups, -1)[:, :, 0] = 127
     for machine in machines():
         assert torch.equal(products(compile_integer(format_name, machine), x, matrix), x @ codes.float().T), machine
 
@@ -120,6 +119,18 @@ def test_adversarial_rows(format_name, pool):
     assert (out[:2] == 0).all() and out[2].isfinite().all() and out[3:5].isnan().all()
     bound = error_bound(x[2:3], matrix)
     assert ((out[2].double() - x[2].double() @ reference_widen(matrix).double().T).abs() <= bound[0]).all()
+
+
+@pytest.mark.parametrize("format_name", QUANTIZED)
+def test_a_huge_activation_costs_its_group_alone(format_name, pool):
+    """Outputs in which it has no part, because its weights are zero, are as if it were not there."""
+    group = QUANTIZED[format_name].block_elements
+    weights = torch.randn(16, 3 * group, generator=torch.Generator().manual_seed(2))
+    weights[:, :group] = 0
+    matrix, x = Matrix(quantize(weights, format_name), format_name, 16, 3 * group), torch.randn(4, 3 * group)
+    huge = x.clone()
+    huge[:, 5] = 1e6
+    assert torch.equal(linear(huge, matrix, "int8_dot", pool), linear(x, matrix, "int8_dot", pool))
 
 
 @pytest.mark.parametrize("format_name", QUANTIZED)

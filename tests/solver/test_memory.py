@@ -103,3 +103,14 @@ def test_position_tables_are_always_resident() -> None:
 def test_capacity(limits: Limits, memory_bytes: int, weights_bytes: int | None) -> None:
     found = Capacity.of(make_model(tied=True), make_machine(100), limits)
     assert (found.memory_bytes, found.weights_bytes) == (memory_bytes, weights_bytes)
+
+
+def test_scored_prompts_keep_the_logits_of_every_token() -> None:
+    """8 prompts of 16 tokens, 4 at a time: the logits of 64 tokens and two copies in place of those of 4, and 64 further ones for 6."""
+    work = Workload(prompts=(PromptGroup(length=16, count=8),), gen_len=1)
+    plain, scored = (
+        JobMemory(make_model(), work.model_copy(update={"scored": flag}), 1000).parts(4, 2, 1, head_streams=False, layers_cut=False)
+        for flag in (False, True)
+    )
+    assert scored.phases["prefill"]["head"] - plain.phases["prefill"]["head"] == 256 * 4 * (3 * (64 - 4) + 64 - 6)
+    assert scored.phases["decode"]["head"] - plain.phases["decode"]["head"] == 256 * 4 * (64 - 6)
