@@ -190,7 +190,7 @@ class ChainDomain:
         sizes = np.array([self.terms.sizes(formats).total for formats, _, _ in variants])
         cells = [(kv_format, hidden) for kv_format in self.kv_formats for hidden in HIDDEN]
         bounds = np.stack([self._bounds(variants, kv_format, hidden) for kv_format, hidden in cells])
-        lossy = np.logical_or.outer([kv_format != self.base_format for kv_format, _ in cells], [bool(one.formats) for one in variants])
+        lossy = np.add.outer([int(kv_format != self.base_format) for kv_format, _ in cells], [len(one.formats) for one in variants])
         fitting = np.nonzero(np.isfinite(bounds))
         cell, variant, pair = fitting
         seconds = bounds[fitting]

@@ -32,11 +32,13 @@ EFFORT = 100.0
 PROOF = 0.005
 """The share by which what is left may be quicker when as much effort again was taken; it grows as long as the search goes on. The plan's
 gap says what was proven."""
+MOST_OPEN = 0.04
+"""The most that is left open, whatever effort that takes within the time limit."""
 SAME = 1e-9
 """Relative difference of two times that is rounding of floating point."""
 TIED = 1e-6
 """Relative difference of bounds that are taken for equal."""
-A_SIMULATION, A_TASK = 3.0, 0.008
+A_SIMULATION, A_TASK = 3.0, 0.005
 """Effort of a simulation, and of each (unit, micro-batch) pair that it lays out."""
 
 
@@ -54,7 +56,8 @@ class Key(NamedTuple):
 
     seconds: float
     """The bound, rounded, so that nearly equal ones are equal."""
-    lossy: bool
+    lossy: int
+    """Parts that are not kept as stored."""
     num_bytes: int
     number: int
     bound_s: float
@@ -134,7 +137,7 @@ class ChainSearch:
         return best
 
     def _tolerance(self) -> float:
-        return max(SAME, PROOF * (self.effort / self.most_effort - 1))
+        return min(MOST_OPEN, max(SAME, PROOF * (self.effort / self.most_effort - 1)))
 
     def _solve(self, program: ChainProgram) -> ChainSolution | None:
         self.programs_solved += 1
@@ -160,7 +163,7 @@ class ChainSearch:
         return self.programs_solved & (self.programs_solved - 1) == 0 or (best is None and self.programs_solved % 8 == 0)
 
     def _key(self, bound: float, candidate: ChainCandidate) -> Key:
-        lossy = bool(candidate.formats) or candidate.kv_format != self.domain.base_format
+        lossy = len(candidate.formats) + (candidate.kv_format != self.domain.base_format)
         rounded = min(bound, float(f"{bound * (1 - TIED):.6g}"))
         return Key(rounded, lossy, self.domain.terms.sizes(candidate.formats).total, self.programs_solved, bound)
 

@@ -47,7 +47,8 @@ def test_a_format_beyond_its_bound_is_not_offered(machine: MachineProfile) -> No
     assert bound.weights.format["mlp"] == "int4-g32"
     neither = planned(machine, "int4", table(g64=0.12, g32=0.11, int8=0.004))
     assert neither.weights.format["mlp"] == "int8"
-    assert neither.loss == pytest.approx(0.004)
+    # What quantizing keys and values loses was not measured.
+    assert neither.loss == (pytest.approx(0.004) if neither.kv.format.key in ("fp32", "bf16") else None)
 
 
 def test_parts_together_stay_within_the_bound() -> None:
