@@ -17,7 +17,7 @@ from lmoffload.kernels.pool import Pool
 from lmoffload_solver import counting
 from lmoffload_solver.model import LayerShape
 from lmoffload_solver.plan import KVFormat
-from lmoffload_solver.schedule import PAGE_BYTES
+from lmoffload_solver.schedule import PAGE_BYTES, STORE_GAP_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,15 @@ class LayerCache:
         return replace(self, keys=keys, values=values)
 
     def pages(self, rows: Numbers, positions: Numbers) -> list[tuple[int, int]]:
-        """Bytes [begin, end) of the staging buffer, whole pages, that `store_tokens` changes."""
+        """Bytes [begin, end) of the staging buffer, whole pages, that `store_tokens` changes; with what lies between where that is little:
+        one more write costs as much as writing some more bytes."""
         middle, found = counting.whole_pages(self.keys.data.numel()), []
         for kept, start in ((self.keys, 0), (self.values, middle)):
             begins, ends = kept.touched(rows, positions)
             pages = [np.arange(b, e) for b, e in zip((start + begins) // PAGE_BYTES, (start + ends - 1) // PAGE_BYTES + 1, strict=True)]
             found += pages
         touched = np.unique(np.concatenate(found))
-        runs = np.split(touched, np.flatnonzero(np.diff(touched) > 1) + 1)
+        runs = np.split(touched, np.flatnonzero(np.diff(touched) > 1 + STORE_GAP_BYTES // PAGE_BYTES) + 1)
         return [(int(run[0]) * PAGE_BYTES, (int(run[-1]) + 1) * PAGE_BYTES) for run in runs]
 
     def store_prompt(self, row: int, first: int, key: torch.Tensor, value: torch.Tensor, pool: Pool | None = None) -> None:

@@ -197,7 +197,8 @@ class Bounds:
                 prefill, decode = (k if not lossy or q in (None, k) else f"{q}+{k}" for k, q in zip(as_stored, packed, strict=True))
                 for kv_format in kv_options:
                     candidate = Candidate(size, count, threads, prefill, decode, 0, "layer", Variant(lossy, kv_format))
-                    yield from self._bounded(candidate, chosen, rooms[kv_format])
+                    if self.offered.permits(candidate.variant, candidate.kernels):
+                        yield from self._bounded(candidate, chosen, rooms[kv_format])
 
     def _rooms(self, threads: int, size: int, count: int) -> dict[str, dict[Stream, int]]:
         """Bytes for matrices by format of keys and values, then by what streams; formats that leave nothing are left out."""

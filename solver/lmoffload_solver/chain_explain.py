@@ -7,16 +7,19 @@ from dataclasses import replace
 from typing import Literal
 
 from lmoffload_solver import core_split
+from lmoffload_solver.chain_domain import ChainCandidate
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_predict import ChainSimulated, PhaseSeconds, costs_of, simulate_chain
 from lmoffload_solver.chain_program import ChainProgram
 from lmoffload_solver.chain_rounding import spread_kv
-from lmoffload_solver.chain_search import ChainCandidate, ChainSearch
+from lmoffload_solver.chain_search import ChainSearch
+from lmoffload_solver.chain_solver import solve_program
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.explain import Alternative, CoreChoice, Explanation, PhaseTime, QuantizationTerm
 from lmoffload_solver.formats import QUANTIZED
-from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.host_cores import HostCores
+from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.runtime import own_runtime
@@ -30,7 +33,7 @@ def explain_chain(model: ModelShape, machine: MachineProfile, plan: Plan, *, lim
     simulated = simulate_chain(job, costs_of(machine, decision, file_system), decision)
     search = ChainSearch(job, machine, disk_of(machine, file_system), limits, plan.quality, float("inf"))
     own = decision.runtime == own_runtime()
-    solution = ChainProgram(search.choices(candidate_of(decision))).solve() if own else None
+    solution = solve_program(ChainProgram(search.domain.choices(candidate_of(search, decision)))) if own else None
     parts = search.memory.parts(decision)["device"]
     away = [t for t in model.tensors if t.is_matrix and t.layer is not None and decision.homes[t.name] != "device"]
     moved = sum(decision.tensor_bytes(t) for t in away)
@@ -48,15 +51,23 @@ def explain_chain(model: ModelShape, machine: MachineProfile, plan: Plan, *, lim
         memory_usable_bytes=search.memory.capacity["device"],
         alternatives=tuple(_alternatives(search, decision)),
         quantization=tuple(quantization(job, machine, decision, simulated, file_system)),
-        cores=_cores(machine, decision, simulated),
+        cores=_cores(machine, search.disk, decision, simulated),
     )
 
 
-def candidate_of(decision: Decision) -> ChainCandidate:
-    """The discrete choices of a decision."""
-    formats = tuple(decision.formats.items())
+def candidate_of(search: ChainSearch, decision: Decision) -> ChainCandidate:
+    """The discrete choices of a decision, in the domain of a search; threads of another system's are the first assignment there."""
+    assignments = search.domain.terms.assignments
     return ChainCandidate(
-        decision.micro_batch, decision.num_micro_batches, formats, decision.kv_format, decision.hidden, decision.prefetch_depth
+        decision.micro_batch,
+        decision.num_micro_batches,
+        tuple(decision.formats.items()),
+        decision.kv_format,
+        decision.hidden,
+        (decision.prefill_products, decision.decode_products),
+        decision.prefetch_depth,
+        decision.host_attends,
+        assignments.index(dict(decision.threads)) if decision.threads else 0,
     )
 
 
@@ -94,11 +105,12 @@ def _phase(phase: PhaseSeconds) -> PhaseTime:
 def _alternatives(search: ChainSearch, decision: Decision) -> Iterator[Alternative]:
     """Other choices, their weights placed anew where that is part of the change."""
     own = replace(decision, runtime=own_runtime())
-    candidate = candidate_of(decision)
+    candidate = candidate_of(search, decision)
     if decision.runtime != own_runtime():
         yield _simulated(search, "the same policy, run by lmoffload", own)
     if candidate.formats or candidate.kv_format in QUANTIZED:
-        yield _solved(search, "16-bit weights and KV", replace(candidate, formats=(), kv_format=search.base_format))
+        stored = replace(candidate, formats=(), kv_format=search.domain.base_format, products=("widen", "widen"))
+        yield _solved(search, "16-bit weights and KV", stored)
     if candidate.micro_batch > 1:
         yield _solved(search, "half the micro-batch", replace(candidate, micro_batch=candidate.micro_batch // 2))
     if candidate.num_micro_batches > 1:
@@ -117,27 +129,27 @@ def _simulated(search: ChainSearch, change: str, decision: Decision) -> Alternat
     peak = search.memory.peaks(decision)["device"]
     if not search.memory.fits(decision):
         return Alternative(change=change, tokens_per_s=None, peak_bytes=peak)
-    seconds = simulate_chain(search.job, search.costs, decision).total_s
+    seconds = simulate_chain(search.job, costs_of(search.machine, decision, search.disk.file_system), decision).total_s
     return Alternative(change=change, tokens_per_s=search.job.tokens / seconds, peak_bytes=peak)
 
 
 def _solved(search: ChainSearch, change: str, candidate: ChainCandidate) -> Alternative:
-    rooms = search.rooms(candidate)
-    solution = ChainProgram(search.choices(candidate)).solve() if min(rooms["device"], rooms["host"]) >= 0 else None
+    program = ChainProgram(search.domain.choices(candidate))
+    solution = solve_program(program)
     if solution is None:
         return Alternative(change=change, tokens_per_s=None, peak_bytes=None)
-    tried = [_simulated(search, change, decision) for decision in search.rounded(candidate, solution)]
+    tried = [_simulated(search, change, decision) for _, decision in search.rounded(candidate, program, solution)]
     return max(tried, key=lambda found: found.tokens_per_s or 0.0, default=Alternative(change=change, tokens_per_s=None, peak_bytes=None))
 
 
-def _cores(machine: MachineProfile, decision: Decision, simulated: ChainSimulated) -> CoreChoice:
+def _cores(machine: MachineProfile, disk: Disk, decision: Decision, simulated: ChainSimulated) -> CoreChoice:
     graph = core_split.attention_graph(decision.num_micro_batches)
-    work = core_split.work_of(machine, decision, simulated)
-    cores = core_split.physical_cores(machine)
+    cores = HostCores.of(machine, disk, decision.most_threads)
+    work = core_split.work_of(machine, disk, decision, simulated)
     return CoreChoice(
-        cores=cores,
+        cores=cores.cores,
         levels=len(core_split.levels_of(graph)),
         widest_level=core_split.widest_level(graph),
-        best=core_split.split_of(machine, decision, simulated),
-        default=core_split.default_split(work, core_split.speedups_of(machine), cores),
+        best=core_split.split_of(machine, disk, decision, simulated),
+        default=core_split.default_split(work, core_split.speedups_of(cores), cores.cores),
     )

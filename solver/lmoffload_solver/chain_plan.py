@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from lmoffload_solver import counting
 from lmoffload_solver.chain_predict import ChainSimulated, costs_of, simulate_chain
-from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.core_split import split_of
-from lmoffload_solver.decision import Decision, Job, KVUnit
+from lmoffload_solver.costs import disk_of
+from lmoffload_solver.decision import Decision, Job, KVUnit, Products
 from lmoffload_solver.device_memory import ChainMemory
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
@@ -68,7 +68,7 @@ def plan_of(
     memory = ChainMemory(job, machine, limits)
     predicted = _predicted(job, machine, memory, decision, simulated)
     bound = max(predicted.tokens_per_s, job.tokens / (remarks.bound_s or simulated.total_s))
-    attended = max(sum(unit.attends == "host" for unit in units) for units in decision.kv)
+    attended = tuple((layer, batch) for layer, units in enumerate(decision.kv) for batch, unit in enumerate(units) if unit.host_attends)
     return Plan(
         model=Named(name=job.model.name, digest=digest),
         machine=Named(name=machine.name, digest=machine.fingerprint()),
@@ -84,13 +84,16 @@ def plan_of(
         micro_batch=decision.micro_batch,
         num_micro_batches=decision.num_micro_batches,
         attention=AttentionPlace(
-            prefill="device", decode="host" if attended else "device", host_share=attended / decision.num_micro_batches
+            prefill="device",
+            decode="host" if attended else "device",
+            host_share=len(attended) / (job.model.num_layers * decision.num_micro_batches),
+            host=attended,
         ),
         weights=_weights(job.model, decision),
         kv=_kv(job, memory, decision),
         hidden=HiddenPlan(tier=decision.hidden),
-        kernels=_kernels(job, machine, decision, file_system),
-        threads=split_of(machine, decision, simulated).totals(),
+        kernels=_kernels(decision),
+        threads=dict(decision.threads) or split_of(machine, disk_of(machine, file_system), decision, simulated).totals(),
         prefetch_depth=decision.prefetch_depth,
         runtime=None if decision.runtime == own_runtime() else decision.runtime,
         predicted=predicted,
@@ -114,10 +117,11 @@ def decision_of(model: ModelShape, plan: Plan) -> Decision:
     homes: list[list[Tier]] = [["device"] * plan.num_micro_batches for _ in range(model.num_layers)]
     for layer, batch, tier in plan.kv.homes:
         homes[layer][batch] = tier
-    attended = round(plan.attention.host_share * plan.num_micro_batches)
+    attended = set(plan.attention.host)
+    ways: dict[str, Products] = {"widen": "widen", "dequantizing": "dequantizing"}
     kv = tuple(
-        tuple(KVUnit(tier, "host" if tier != "device" and place < attended else "device") for place, tier in enumerate(tiers))
-        for tiers in homes
+        tuple(KVUnit(tier, "host" if (layer, place) in attended else "device") for place, tier in enumerate(tiers))
+        for layer, tiers in enumerate(homes)
     )
     return Decision(
         micro_batch=plan.micro_batch,
@@ -129,6 +133,10 @@ def decision_of(model: ModelShape, plan: Plan) -> Decision:
         hidden=plan.hidden.tier,
         prefetch_depth=plan.prefetch_depth,
         runtime=plan.runtime or own_runtime(),
+        prefill_products=ways.get(plan.kernels.prefill, "widen"),
+        decode_products=ways.get(plan.kernels.decode, "widen"),
+        threads=plan.threads if plan.runtime is None else {},
+        most_threads=plan.limits.threads,
     )
 
 
@@ -151,19 +159,11 @@ def _kv(job: Job, memory: ChainMemory, decision: Decision) -> KVPlan:
     return KVPlan(format=KVFormat(key=decision.kv_format, value=decision.kv_format), bytes=sizes, homes=homes)
 
 
-def _kernels(job: Job, machine: MachineProfile, decision: Decision, file_system: str | None) -> KernelsPlan:
+def _kernels(decision: Decision) -> KernelsPlan:
     """Of each phase: products over 16-bit weights, over widened ones, or dequantizing in the inner loop."""
     if not any(fmt in QUANTIZED for fmt in decision.formats.values()):
         return KernelsPlan(prefill="16bit", decode="16bit")
-    if decision.runtime.dequantizes_per == "micro_batch":
-        return KernelsPlan(prefill="widen", decode="widen")
-    work = ChainWork(job, costs_of(machine, decision, file_system), decision)
-    block = next(job.blocks(decision.micro_batch, decision.num_micro_batches))
-    names = []
-    for step in (0, 1):
-        widened = sum(unit.dequantize > 0 for unit in work.step(block, step))
-        names.append("widen" if widened else "dequantizing")
-    return KernelsPlan(prefill=names[0], decode=names[1])
+    return KernelsPlan(prefill=decision.prefill_products, decode=decision.decode_products)
 
 
 def _predicted(job: Job, machine: MachineProfile, memory: ChainMemory, decision: Decision, simulated: ChainSimulated) -> Predicted:

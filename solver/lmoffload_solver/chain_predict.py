@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lmoffload_solver.chain_schedule import Clock, Graph, UnitWork, lay_out
+from lmoffload_solver.chain_clock import step_ends
+from lmoffload_solver.chain_prices import BatchPrices
+from lmoffload_solver.chain_schedule import Graph, UnitWork, lay_out
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_costs import DeviceCosts
+from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.host_cores import HostCores
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.simulate import Timed, walk
 from lmoffload_solver.value import Resource
@@ -35,6 +40,8 @@ class ChainSimulated:
     decode: PhaseSeconds
     step_s: float
     """A decode step of the first block, the mean over its steps."""
+    num_tasks: int = 0
+    """(unit, micro-batch) pairs that were laid out."""
 
     @property
     def total_s(self) -> float:
@@ -42,37 +49,49 @@ class ChainSimulated:
 
 
 def costs_of(machine: MachineProfile, decision: Decision, file_system: str | None = None) -> DeviceCosts:
-    """Prices of a machine under a decision's runtime."""
-    return DeviceCosts(machine, disk_of(machine, file_system), decision.runtime)
+    """Prices of a machine under a decision's runtime and threads."""
+    disk = disk_of(machine, file_system)
+    if not decision.threads:
+        return DeviceCosts(machine, disk, decision.runtime)
+    share = HostCores.of(machine, disk, decision.most_threads).share(decision.threads, decision.num_micro_batches)
+    return DeviceCosts(machine, disk, decision.runtime, share)
 
 
-def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision) -> ChainSimulated:
-    """Every different block's sampled steps one after another, each step weighted with what it stands for."""
-    work = ChainWork(job, costs, decision)
+def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> ChainSimulated:
+    """Every different block's sampled steps one after another, each step weighted with what it stands for. A step that stands for others
+    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them. `prices` as in
+    `ChainWork`."""
+    work = ChainWork(job, costs, decision, prices)
     seconds = [0.0, 0.0]
     busy: tuple[dict[Resource, float], dict[Resource, float]] = ({}, {})
     widening, packing = [0.0, 0.0], [0.0, 0.0]
-    step_s = 0.0
+    step_s, tasks = 0.0, 0
     for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
         steps = work.block(block)
-        ends = [0.0, *lay_out(steps, decision.runtime, decision.prefetch_depth, Clock().emit)]
+        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth)
+        ends, tasks = [0.0, *ends], tasks + laid_out
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)
-            seconds[phase] += weight * (ends[place + 1] - ends[place])
-            for resource, amount in busy_of(units).items():
+            working = busy_of(units)
+            elapsed = ends[place + 1] - ends[place]
+            seconds[phase] += weight * (elapsed if step.weight <= 1 else max(elapsed, *working.values()))
+            for resource, amount in working.items():
                 busy[phase][resource] = busy[phase].get(resource, 0.0) + weight * amount
             widening[phase] += weight * sum(unit.dequantize for unit in units)
-            packing[phase] += weight * sum(batch.quantize for unit in units for batch in unit.batches)
+            if decision.kv_format in QUANTIZED:
+                packing[phase] += weight * sum(batch.quantize for unit in units for batch in unit.batches)
         if number == 0 and job.gen_len > 1:
             step_s = seconds[1] / (block.count * (job.gen_len - 1))
     phases = [PhaseSeconds(seconds[p], busy[p], widening[p], packing[p]) for p in (0, 1)]
-    return ChainSimulated(phases[0], phases[1], step_s)
+    return ChainSimulated(phases[0], phases[1], step_s, tasks)
 
 
 def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
     """Seconds that each resource works in a step."""
     busy: dict[Resource, float] = {}
-    for unit in units:
+    different = {id(unit): unit for unit in units}
+    for number, times in Counter(map(id, units)).items():
+        unit = different[number]
         amounts: dict[Resource, float] = {
             "disk_read": unit.read + sum(b.read for b in unit.batches),
             "upload": unit.upload + sum(b.load_kv + b.load_hidden for b in unit.batches),
@@ -82,7 +101,7 @@ def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
             "disk_write": sum(b.write for b in unit.batches),
         }
         for resource, amount in amounts.items():
-            busy[resource] = busy.get(resource, 0.0) + amount
+            busy[resource] = busy.get(resource, 0.0) + times * amount
     return busy
 
 

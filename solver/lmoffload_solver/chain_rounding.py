@@ -1,15 +1,21 @@
 """From the program's fractions to whole tensors and whole (layer, micro-batch) units of KV, spread evenly over the layers.
 
-Running sums follow their even share from layer to layer, so that every window of prefetch-depth layers streams nearly equal bytes. What
-rounding costs shows as the difference between the program's value and the simulated time.
+All matrices stand in one order whose every beginning is spread evenly over the layers: the first of them lie on the device, the next on
+the host, the rest on disk. More memory moves the two cuts on, so what lay on the device stays there. What rounding costs shows as the
+difference between the program's value and the simulated time.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
-from math import ceil, floor
+from math import ceil, floor, sqrt
+
+import numpy as np
+import numpy.typing as npt
 
 from lmoffload_solver import counting
 from lmoffload_solver.decision import KVUnit
@@ -22,31 +28,52 @@ NEARLY = 1e-6
 MOST_PLACEMENTS = 3000
 """Up to so many placements of whole tensors and units, every one is looked at instead of those that rounding gives."""
 
-HALVINGS = 7
-"""Of the interval of the device's budget for weights."""
+GOLDEN = (sqrt(5) - 1) / 2
+"""Multiples of it, modulo 1, cut a circle into gaps of at most three sizes, however many they are (three-distance theorem)."""
+
+
+class SpreadOrder:
+    """The matrices of the layers and the head in an order of which every beginning is spread evenly over the layers."""
+
+    def __init__(self, groups: Sequence[Sequence[tuple[int, str]]], head_first: bool, first_whole: bool = False) -> None:
+        """`groups`: (bytes, name) of each layer's matrices, and last of the head. With `first_whole` all of the first layer comes first: it
+        is what a job waits for when it begins."""
+        *layers, head = [sorted(group, reverse=True) for group in groups]
+        places = [
+            (0 if first_whole and not number else place + 1, (number * GOLDEN) % 1, number, size, name)
+            for number, group in enumerate(layers)
+            for place, (size, name) in enumerate(group)
+        ]
+        entries = [(number, size, name) for _, _, number, size, name in sorted(places)]
+        entries[0 if head_first else len(entries) : 0] = [(len(layers), size, name) for size, name in head]
+        self.names = [name for _, _, name in entries]
+        sizes = np.array([size for _, size, _ in entries], dtype=np.int64)
+        by_group = np.zeros((len(entries) + 1, len(groups)), dtype=np.int64)
+        by_group[np.arange(1, len(entries) + 1), [number for number, _, _ in entries]] = sizes
+        placed = np.cumsum(by_group, axis=0)
+        self.first_bytes: npt.NDArray[np.int64] = placed.sum(axis=1)
+        """Of the first n matrices, for every n."""
+        self.largest_rest: npt.NDArray[np.int64] = (placed[-1] - placed).max(axis=1)
+        """Bytes of the layer (or head) with most bytes behind the first n."""
 
 
 @dataclass(frozen=True)
-class WeightHomes:
-    """Whole tensors placed."""
+class Rooms:
+    """Bytes for homes and buffers of weights: in each tier, and on device and host together."""
 
-    homes: dict[str, Tier]
-    bytes: dict[Tier, int]
-    largest_streamed: int
-    """Of a layer or the head: what goes up to the device."""
-    largest_staged: int
-    """What comes from disk."""
+    device: float
+    host: float
+    disk: float
+    weights: float = float("inf")
 
 
 class WeightPlacer:
     """Places the matrices of a model kept in some formats."""
 
     def __init__(self, model: ModelShape, formats: dict[TensorClass, str]) -> None:
-        groups = [counting.layer_matrices(model, layer) for layer in range(model.num_layers)]
-        self.groups: list[list[tuple[int, str]]] = []
-        for tensors in [*groups, (model.head,)]:
-            self.groups.append(sorted(((self._size(t, formats), t.name) for t in tensors), reverse=True))
-        placed = {name for group in self.groups for _, name in group}
+        groups = [[(self._size(t, formats), t.name) for t in counting.layer_matrices(model, layer)] for layer in range(model.num_layers)]
+        groups.append([(self._size(model.head, formats), model.head.name)])
+        placed = {name for group in groups for _, name in group}
         self.others: dict[str, Tier] = {}
         """Matrices that cost no time wherever they lie: an embedding table of its own stays on the host, small tables on the device."""
         self.other_bytes: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
@@ -54,73 +81,63 @@ class WeightPlacer:
             if tensor.is_matrix and tensor.name not in placed:
                 tier: Tier = "host" if tensor.name == model.embedding.name else "device"
                 self.others[tensor.name] = tier
-                self.other_bytes[tier] += counting.tensor_bytes(tensor)
-        self.total = sum(size for group in self.groups for size, _ in group)
+                self.other_bytes[tier] += self._size(tensor, formats)
+        self._groups = groups
 
-    def place(self, device_bytes: float, host_bytes: float) -> WeightHomes:
-        """At most so many bytes on the device, then on the host, the rest on disk, each spread evenly over the layers."""
-        homes: dict[str, Tier] = dict(self.others)
-        used: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        shares: tuple[tuple[Tier, float], ...] = (("device", device_bytes / self.total), ("host", (device_bytes + host_bytes) / self.total))
-        seen = 0
-        streamed = staged = 0
-        for group in self.groups:
-            seen += sum(size for size, _ in group)
-            up = down = 0
-            for size, name in group:
-                if used["device"] + size <= shares[0][1] * seen + NEARLY:
-                    home: Tier = "device"
-                elif used["device"] + used["host"] + size <= shares[1][1] * seen + NEARLY and used["host"] + size <= host_bytes:
-                    home = "host"
-                else:
-                    home = "disk"
-                homes[name] = home
-                used[home] += size
-                up += size if home != "device" else 0
-                down += size if home == "disk" else 0
-            streamed, staged = max(streamed, up), max(staged, down)
-        return WeightHomes(homes, used, streamed, staged)
+    @cached_property
+    def orders(self) -> tuple[SpreadOrder, ...]:
+        """The head first, and last."""
+        return SpreadOrder(self._groups, True), SpreadOrder(self._groups, False)
 
-    def fill(self, device_room: float, host_room: float, slots: int) -> WeightHomes | None:
-        """The most on the device, then on the host, that fits with `slots` buffers of the largest layer; None where nothing does."""
-        host = host_room - self.other_bytes["host"]
-        device = device_room - self.other_bytes["device"]
+    @cached_property
+    def first_whole_orders(self) -> tuple[SpreadOrder, ...]:
+        """The same with the whole first layer first."""
+        return SpreadOrder(self._groups, True, True), SpreadOrder(self._groups, False, True)
 
-        def fits(placed: WeightHomes) -> bool:
-            on_host = placed.bytes["host"] + slots * placed.largest_staged
-            return placed.bytes["device"] + slots * placed.largest_streamed <= device and on_host <= host
+    def left_by_others(self, rooms: Rooms) -> Rooms:
+        """What the matrices leave that are not placed here."""
+        device, host = self.other_bytes["device"], self.other_bytes["host"]
+        return Rooms(rooms.device - device, rooms.host - host, rooms.disk, rooms.weights - device - host)
 
-        everything = self.place(self.total, 0)
-        if fits(everything):
-            return everything
-        best = self._fill_host(0.0, host, slots)
-        if best is None or not fits(best):
-            return None
-        low, high = 0.0, min(device, float(self.total))
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            tried = self._fill_host(middle, host, slots)
-            if tried is not None and fits(tried):
-                low, best = middle, tried
-            else:
-                high = middle
-        return best
-
-    def _fill_host(self, device_bytes: float, host_room: float, slots: int) -> WeightHomes | None:
-        placed = self.place(device_bytes, self.total)
-        if placed.bytes["host"] <= host_room:
-            return placed
-        high = host_room
-        for _ in range(HALVINGS // 2):
-            tried = self.place(device_bytes, high)
-            if tried.bytes["host"] + slots * tried.largest_staged <= host_room:
-                return tried
-            high = min(high, host_room - slots * tried.largest_staged) * 0.995
-        return None
+    def fill(self, rooms: Rooms, slots: int, *, first_whole: bool = False) -> Iterator[dict[str, Tier]]:
+        """Of each order the most on the device, then on the host, that fits with `slots` buffers of the largest layer's rest."""
+        left = self.left_by_others(rooms)
+        found: dict[tuple[Tier, ...], None] = {}
+        for order in self.first_whole_orders if first_whole else self.orders:
+            cuts = _cuts(order, left, slots)
+            if cuts is None:
+                continue
+            on_device, on_host = cuts
+            counts: tuple[tuple[Tier, int], ...] = (
+                ("device", on_device),
+                ("host", on_host - on_device),
+                ("disk", len(order.names) - on_host),
+            )
+            tiers = [tier for tier, count in counts for _ in range(count)]
+            homes = {**self.others, **dict(zip(order.names, tiers, strict=True))}
+            key = tuple(homes[name] for name in self.orders[0].names)
+            if key not in found:
+                found[key] = None
+                yield homes
 
     @staticmethod
     def _size(tensor: TensorShape, formats: dict[TensorClass, str]) -> int:
-        return counting.tensor_bytes(tensor, formats.get(tensor.tensor_class) if tensor.layer is not None else None)
+        return counting.tensor_bytes(tensor, formats.get(tensor.tensor_class))
+
+
+def _cuts(order: SpreadOrder, rooms: Rooms, slots: int) -> tuple[int, int] | None:
+    """(matrices on the device, matrices on device or host): the most of the former, then of the latter; None where nothing fits."""
+    first, buffers = order.first_bytes, slots * order.largest_rest
+    total = first[-1]
+    for on_device in np.nonzero(first + buffers <= rooms.device)[0][::-1]:
+        on_host = np.nonzero(
+            (first - first[on_device] + buffers <= rooms.host)
+            & (first + buffers + buffers[on_device] <= rooms.weights)
+            & (total - first <= rooms.disk)
+        )[0]
+        if len(on_host) and on_host[-1] >= on_device:
+            return int(on_device), int(on_host[-1])
+    return None
 
 
 def kv_placements(shares: Sequence[float], num_layers: int, num_batches: int) -> Iterator[tuple[tuple[KVUnit, ...], ...]]:
@@ -173,3 +190,10 @@ def spread_kv(num_layers: int, num_batches: int, on_device: int, on_disk: int, a
 
 def _share(units: int, layer: int, num_layers: int) -> int:
     return (layer + 1) * units // num_layers - layer * units // num_layers
+
+
+def kv_shares(kv: Sequence[Sequence[KVUnit]], places: Sequence[KVUnit]) -> tuple[float, ...]:
+    """Share of the units in each place."""
+    counts = Counter(unit for units, layers in Counter(map(tuple, kv)).items() for unit in units for _ in range(layers))
+    total = sum(counts.values())
+    return tuple(counts[unit] / total for unit in places)

@@ -93,7 +93,7 @@ class Graph:
         return len(self.tasks) - 1
 
 
-NOTHING = -1.0
+NOTHING = float("-inf")
 """The handle of what never had to be waited for."""
 
 

@@ -6,57 +6,38 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
-from lmoffload_solver import counting
-from lmoffload_solver.chain_bounds import closed_form_s
+from lmoffload_solver.chain_domain import ChainCandidate, ChainDomain
 from lmoffload_solver.chain_predict import ChainSimulated, simulate_chain
-from lmoffload_solver.chain_program import ChainChoices, ChainProgram, ChainSolution
-from lmoffload_solver.chain_rounding import WeightPlacer, every_placement, kv_placements
-from lmoffload_solver.chain_terms import PLACES, ChainTerms, StepTerms
+from lmoffload_solver.chain_prices import BatchPrices
+from lmoffload_solver.chain_program import ChainProgram, ChainSolution
+from lmoffload_solver.chain_rounding import every_placement, kv_placements, kv_shares
+from lmoffload_solver.chain_solver import placed_s, solve_program
+from lmoffload_solver.chain_terms import PLACES
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DeviceCosts
-from lmoffload_solver.device_memory import ChainMemory
-from lmoffload_solver.formats import FORMATS, format_of
+from lmoffload_solver.host_cores import HostShare
+from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import Disk, MachineProfile
-from lmoffload_solver.runtime import own_runtime
-from lmoffload_solver.value import Quality, TensorClass, Tier
+from lmoffload_solver.value import Quality, Tier
 from lmoffload_solver.workload import Limits
 
-MOST_MICRO_BATCHES = 24
-DEPTHS = (1, 2, 0)
-HIDDEN: tuple[Tier, ...] = ("device", "host")
-ALL_TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-MOST_PROGRAMS = 40
+EFFORT = 100.0
+"""In programs solved: how much the search does for a proof without a gap."""
 PROOF = 0.005
-"""The search ends when nothing left can be quicker by more than this share; the plan's gap says what it is."""
+"""The share by which what is left may be quicker when as much effort again was taken; it grows as long as the search goes on. The plan's
+gap says what was proven."""
 SAME = 1e-9
+"""Relative difference of two times that is rounding of floating point."""
 TIED = 1e-6
 """Relative difference of bounds that are taken for equal."""
-
-WEIGHT_FORMATS: dict[Quality, tuple[str, ...]] = {
-    "exact": (),
-    "int8": ("int8",),
-    "int4": ("int8", "int4-g64"),
-    "any": ("int8", "int4-g128"),
-}
-"""What a class of tensors may be turned into. Of int4's groups the larger is never slower, so each class has one."""
-
-
-@dataclass(frozen=True)
-class ChainCandidate:
-    """The discrete choices."""
-
-    micro_batch: int
-    num_micro_batches: int
-    formats: tuple[tuple[TensorClass, str], ...]
-    kv_format: str
-    hidden: Tier
-    prefetch_depth: int
+A_SIMULATION, A_TASK = 3.0, 0.008
+"""Effort of a simulation, and of each (unit, micro-batch) pair that it lays out."""
 
 
 @dataclass(frozen=True)
@@ -66,140 +47,137 @@ class ChainFound:
     decision: Decision
     simulated: ChainSimulated
     candidate: ChainCandidate
-    program_s: float | None = None
+
+
+class Key(NamedTuple):
+    """The order of the search: of equal bounds first what keeps everything as stored, then the smallest."""
+
+    seconds: float
+    """The bound, rounded, so that nearly equal ones are equal."""
+    lossy: bool
+    num_bytes: int
+    number: int
+    bound_s: float
 
 
 class ChainSearch:
     """Best first over the domain."""
 
     def __init__(
-        self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, deadline: float, *, proof: float = PROOF
+        self,
+        job: Job,
+        machine: MachineProfile,
+        disk: Disk,
+        limits: Limits,
+        quality: Quality,
+        deadline: float,
+        *,
+        effort: float = EFFORT,
+        losses: LossTable | None = None,
     ) -> None:
-        self.job, self.machine, self.limits, self.quality, self.deadline = job, machine, limits, quality, deadline
-        self.costs = DeviceCosts(machine, disk, own_runtime())
-        self.terms = ChainTerms(job, self.costs)
-        self.memory = ChainMemory(job, machine, limits)
-        self.model = job.model
-        self.base_format = "fp16" if counting.main_format(self.model) not in ("bf16", "fp16") else counting.main_format(self.model)
-        self.proof = max(proof, SAME)
+        """`effort`: what is spent on a proof without a gap, in programs solved; `math.inf`: all that it takes."""
+        self.job, self.machine, self.disk, self.deadline, self.most_effort = job, machine, disk, deadline, effort
+        self.domain = ChainDomain(job, machine, disk, limits, quality, losses)
+        self.memory, self.model = self.domain.memory, job.model
         self.programs_solved = 0
-        self.simulated = 0
+        self.effort = 0.0
         self.cut_short = False
         self.bound_s = float("inf")
-        self.sizes = cache(lambda formats: self.terms.sizes(dict(formats)))
-        self.placer = cache(lambda formats: WeightPlacer(self.model, dict(formats)))
-        self.steps = cache(self._steps)
-        self.packed = cache(lambda size, count, formats: self.terms.packed_s(size, count, dict(formats)))
+        """Seconds that nothing left goes below."""
+        self.costs = cache(self._costs)
+        self._prices = cache(self._batch_prices)
 
-    # The domain
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """(micro-batch, number of micro-batches)."""
-        num = self.job.num_prompts
-        fixed_size, fixed_count = self.limits.micro_batch, self.limits.num_micro_batches
-        for size in grid(num, num) if fixed_size is None else (min(fixed_size, num),):
-            most = -(-num // size)
-            yield from ((size, count) for count in (grid(most, MOST_MICRO_BATCHES) if fixed_count is None else (min(fixed_count, most),)))
-
-    def weight_formats(self) -> list[tuple[tuple[TensorClass, str], ...]]:
-        """Formats by class of the layers' matrices, the stored ones left out."""
-        allowed = (None, *WEIGHT_FORMATS[self.quality])
-        classes = list(self.terms.classes)
-        found = []
-        for chosen in product(allowed, repeat=len(classes)):
-            named = tuple((name, fmt) for name, fmt in zip(classes, chosen, strict=True) if fmt is not None)
-            if all(self._can_be(name, fmt) for name, fmt in named):
-                found.append(named)
-        return found
-
-    def kv_formats(self) -> tuple[str, ...]:
-        """Formats of keys and values."""
-        return (self.base_format, *WEIGHT_FORMATS[self.quality])
-
-    def _can_be(self, name: TensorClass, fmt: str) -> bool:
-        block = format_of(fmt).block_elements
-        return all(shape[-1] % block == 0 and stored in FORMATS for _, stored, shape in self.terms.classes[name])
-
-    def _steps(self, size: int, count: int, kv_format: str) -> tuple[StepTerms, ...]:
-        return self.terms.steps(size, count, kv_format, "host")
-
-    # Bounds
-
-    def rooms(self, candidate: ChainCandidate) -> dict[Tier, float]:
-        """Bytes of each tier for homes and buffers of weights and KV."""
-        transients = self.memory.transients(self.decision(candidate, {}, ()))
-        return {
-            "device": self.memory.capacity["device"] - sum(transients.device.values()),
-            "host": self.memory.capacity["host"] - sum(transients.host.values()),
-            "disk": float(self.memory.capacity["disk"]),
-        }
-
-    def bounds(self) -> Iterator[tuple[float, ChainCandidate]]:
-        """Closed-form bound of every candidate that may fit."""
-        weights = self.weight_formats()
-        depths = np.array(DEPTHS, dtype=np.float64)
-        for (size, count), kv_format in product(self.pairs(), self.kv_formats()):
-            kv_bytes = self.memory.kv_token_bytes(kv_format) * min(size * count, self.job.num_prompts)
-            for hidden in HIDDEN:
-                steps: tuple[StepTerms, ...] | None = None
-                for formats in weights:
-                    candidate = ChainCandidate(size, count, formats, kv_format, hidden, 1)
-                    rooms = self.rooms(candidate)
-                    sizes = self.sizes(formats)
-                    if rooms["device"] < 0 or rooms["host"] < 0:
+    def run(self) -> ChainFound | None:
+        """The best plan; None where nothing fits, or the time is over before anything was simulated."""
+        waiting = self.domain.bounded()
+        following = next(waiting, None)
+        solved: list[tuple[Key, ChainCandidate, ChainProgram, ChainSolution]] = []
+        best: ChainFound | None = None
+        while following is not None or solved:
+            is_open = following is not None and (not solved or following.seconds <= solved[0][0].seconds)
+            self.bound_s = following.seconds if following is not None and is_open else solved[0][0].bound_s
+            if best is not None and self.bound_s >= best.simulated.total_s * (1 - self._tolerance()):
+                break
+            if time.perf_counter() > self.deadline:
+                self.cut_short = True
+                return best
+            if following is not None and is_open:
+                for candidate in self.domain.open(following.candidate):
+                    program = ChainProgram(self.domain.choices(candidate))
+                    solution = self._solve(program)
+                    if solution is None:
                         continue
-                    slots = (depths + 1) * (sizes.in_layers / self.model.num_layers)
-                    total = sum(sizes.classes.values())
-                    if total + kv_bytes > sum(rooms.values()):
-                        continue
-                    if steps is None:
-                        steps = self.steps(size, count, kv_format)
-                    values = closed_form_s(self.terms, self.packed(size, count, formats), total, kv_bytes, rooms, steps, hidden == "host")
-                    all_home = total + kv_bytes <= rooms["device"]
-                    for place, depth in enumerate(DEPTHS):
-                        if total > rooms["device"] and slots[place] > rooms["device"] + kv_bytes:
-                            continue
-                        if all_home and depth != DEPTHS[0]:
-                            continue
-                        chosen = ChainCandidate(size, count, formats, kv_format, hidden, depth)
-                        yield values, chosen
+                    key = self._key(max(following.seconds, solution.total_s), candidate)
+                    heapq.heappush(solved, (key, candidate, program, solution))
+                    if self._is_due(best):
+                        best = self._better(best, candidate, program, solution)
+                following = next(waiting, None)
+            else:
+                _, candidate, program, solution = heapq.heappop(solved)
+                best = self._better(best, candidate, program, solution)
+        else:
+            self.bound_s = float("inf")
+        best = self._polished(best)
+        if best is not None and self.bound_s >= best.simulated.total_s * (1 - SAME):
+            self.bound_s = best.simulated.total_s
+        return best
 
-    def on_disk(self, candidate: ChainCandidate) -> bool:
-        """Whether device and host cannot hold all."""
-        rows = min(candidate.micro_batch * candidate.num_micro_batches, self.job.num_prompts)
-        rooms = self.rooms(candidate)
-        needed = sum(self.sizes(candidate.formats).classes.values()) + self.memory.kv_token_bytes(candidate.kv_format) * rows
-        return needed > rooms["device"] + rooms["host"]
+    def _polished(self, best: ChainFound | None) -> ChainFound | None:
+        """The best plan, or the same with the first layer whole on the device where that is quicker."""
+        if best is None:
+            return None
+        costs, prices = self.costs(best.candidate.assignment, best.candidate.num_micro_batches), self._prices(best.candidate)
+        for decision in self._placed(best.candidate, best.decision.kv, first_whole=True):
+            simulated = simulate_chain(self.job, costs, decision, prices)
+            if simulated.total_s < best.simulated.total_s * (1 - SAME):
+                best = ChainFound(decision, simulated, best.candidate)
+        return best
 
-    def choices(self, candidate: ChainCandidate) -> ChainChoices:
-        """The program's constants."""
-        steps = self.steps(candidate.micro_batch, candidate.num_micro_batches, candidate.kv_format)
-        if candidate.hidden == "device":
-            steps = tuple(replace(step, load_hidden=0.0, store_hidden=0.0) for step in steps)
-        sizes = self.sizes(candidate.formats)
-        rows = min(candidate.micro_batch * candidate.num_micro_batches, self.job.num_prompts)
-        kv_bytes = self.memory.kv_token_bytes(candidate.kv_format) * rows
-        placer = self.placer(candidate.formats)
-        rooms = {tier: room - placer.other_bytes[tier] for tier, room in self.rooms(candidate).items()}
-        total = sum(sizes.classes.values())
-        return ChainChoices(
-            sizes,
-            steps,
-            self.packed(candidate.micro_batch, candidate.num_micro_batches, candidate.formats),
-            self.model.num_layers,
-            candidate.prefetch_depth,
-            kv_bytes,
-            rooms,
-            self.terms.upload_rate,
-            self.costs.read_rate,
-            self.terms.contention,
-            disk_kv=total + kv_bytes > rooms["device"] + rooms["host"],
-        )
+    def _tolerance(self) -> float:
+        return max(SAME, PROOF * (self.effort / self.most_effort - 1))
+
+    def _solve(self, program: ChainProgram) -> ChainSolution | None:
+        self.programs_solved += 1
+        self.effort += 1
+        return solve_program(program)
+
+    def _better(
+        self, best: ChainFound | None, candidate: ChainCandidate, program: ChainProgram, solution: ChainSolution
+    ) -> ChainFound | None:
+        """The better of the best so far and the candidate's best."""
+        costs, prices = self.costs(candidate.assignment, candidate.num_micro_batches), self._prices(candidate)
+        for bound, decision in self.rounded(candidate, program, solution):
+            if best is not None and bound >= best.simulated.total_s * (1 - SAME):
+                continue
+            simulated = simulate_chain(self.job, costs, decision, prices)
+            self.effort += A_SIMULATION + A_TASK * simulated.num_tasks
+            if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
+                best = ChainFound(decision, simulated, candidate)
+        return best
+
+    def _is_due(self, best: ChainFound | None) -> bool:
+        """Simulate at once, out of turn: now and then, so that there is a plan to hold bounds against, and to return when time is over."""
+        return self.programs_solved & (self.programs_solved - 1) == 0 or (best is None and self.programs_solved % 8 == 0)
+
+    def _key(self, bound: float, candidate: ChainCandidate) -> Key:
+        lossy = bool(candidate.formats) or candidate.kv_format != self.domain.base_format
+        rounded = min(bound, float(f"{bound * (1 - TIED):.6g}"))
+        return Key(rounded, lossy, self.domain.terms.sizes(candidate.formats).total, self.programs_solved, bound)
+
+    def _costs(self, assignment: int, num_micro_batches: int) -> DeviceCosts:
+        terms = self.domain.terms
+        share: HostShare = terms.cores.share(terms.assignments[assignment], num_micro_batches)
+        return DeviceCosts(self.machine, self.disk, terms.costs.runtime, share)
+
+    def _batch_prices(self, candidate: ChainCandidate) -> BatchPrices:
+        costs = self.costs(candidate.assignment, candidate.num_micro_batches)
+        return BatchPrices(self.job, costs, candidate.kv_format, candidate.hidden)
 
     # Whole plans
 
     def decision(self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...]) -> Decision:
-        """The decision of a candidate and its placement."""
+        """The decision of a candidate and its placement; what neither reads nor attends needs no threads for it."""
+        idle = not any(unit.home == "disk" or unit.host_attends for units in set(kv) for unit in units) and "disk" not in homes.values()
         return Decision(
             micro_batch=candidate.micro_batch,
             num_micro_batches=candidate.num_micro_batches,
@@ -209,79 +187,54 @@ class ChainSearch:
             kv=kv,
             hidden=candidate.hidden,
             prefetch_depth=candidate.prefetch_depth,
-            runtime=self.costs.runtime,
+            runtime=self.domain.terms.costs.runtime,
+            prefill_products=candidate.products[0],
+            decode_products=candidate.products[1],
+            threads=self.domain.terms.assignments[0 if idle else candidate.assignment],
+            most_threads=self.domain.limits.threads,
         )
 
-    def rounded(self, candidate: ChainCandidate, solution: ChainSolution) -> Iterator[Decision]:
-        """Whole-tensor, whole-unit decisions near the program's optimum."""
-        placer = self.placer(candidate.formats)
-        disk = self.on_disk(candidate)
-        everything = every_placement(
-            self.model, candidate.num_micro_batches, ALL_TIERS if disk else HIDDEN, PLACES if disk else PLACES[:3], placer.others
-        )
-        if everything is not None:
-            decisions = (self.decision(candidate, homes, kv) for homes, kv in everything)
-            yield from (decision for decision in decisions if self.memory.fits(decision))
+    def rounded(self, candidate: ChainCandidate, program: ChainProgram, solution: ChainSolution) -> Iterator[tuple[float, Decision]]:
+        """Whole-tensor, whole-unit decisions near the program's optimum, or all of them where they are few, each with seconds that it does
+        not go below."""
+        everything = self._everything(candidate, program)
+        decisions = everything if everything is not None else list(self._near(candidate, solution))
+        if not decisions:
             return
+        amounts = np.array([self._amounts(decision) for decision in decisions])
+        bounds = placed_s(program, amounts[:, 0], amounts[:, 1], amounts[:, 2:])
+        for number in np.argsort(bounds, kind="stable"):
+            if everything is None or self.memory.fits(decisions[number]):
+                yield float(bounds[number]), decisions[number]
+
+    def _everything(self, candidate: ChainCandidate, program: ChainProgram) -> list[Decision] | None:
+        """Every placement of whole tensors and units; None where they are too many."""
+        choices = program.choices
+        tiers: tuple[Tier, ...] = ("device", "host", "disk") if choices.read_bytes_per_s else ("device", "host")
+        places = [unit for unit in PLACES if (unit.home != "disk" or choices.disk_kv) and (unit.attends != "host" or candidate.attends)]
+        others = self.domain.placer(candidate.formats).others
+        found = every_placement(self.model, candidate.num_micro_batches, tiers, places, others)
+        if found is None:
+            return None
+        decisions = (self.decision(candidate, homes, kv) for homes, kv in found)
+        return [decision for decision in decisions if decision.host_attends == candidate.attends]
+
+    def _near(self, candidate: ChainCandidate, solution: ChainSolution) -> Iterator[Decision]:
         for kv in kv_placements(solution.kv, self.model.num_layers, candidate.num_micro_batches):
-            bare = self.decision(candidate, {t.name: "disk" for t in self.model.tensors if t.is_matrix}, kv)
-            parts = self.memory.parts(bare)
-            rooms = {
-                tier: self.memory.capacity[tier] - sum(size for name, size in parts[tier].items() if not name.startswith("weight"))
-                for tier in HIDDEN
-            }
-            placed = placer.fill(rooms["device"], rooms["host"], bare.num_buffers)
-            if placed is not None:
-                decision = self.decision(candidate, placed.homes, kv)
-                if self.memory.fits(decision):
-                    yield decision
+            yield from self._placed(candidate, kv)
 
-    def run(self) -> ChainFound | None:
-        """The best plan; None where nothing fits, or the time is over before anything was simulated."""
-        heap = [self._entry(bound, candidate, number) for number, (bound, candidate) in enumerate(self.bounds())]
-        heapq.heapify(heap)
-        self.candidates = len(heap)
-        best: ChainFound | None = None
-        while heap:
-            (bound, _, _, number), candidate, solution = heapq.heappop(heap)
-            self.bound_s = bound
-            if best is not None and bound >= best.simulated.total_s * (1 - self.proof):
-                break
-            if time.perf_counter() > self.deadline:
-                self.cut_short = True
-                return best
-            if solution is None:
-                self.programs_solved += 1
-                solution = ChainProgram(self.choices(candidate)).solve()
-                if solution is not None:
-                    heapq.heappush(heap, self._entry(max(bound, solution.total_s), candidate, number, solution))
-                if solution is None or not self._is_due(best):
-                    continue
-            for decision in self.rounded(candidate, solution):
-                simulated = simulate_chain(self.job, self.costs, decision)
-                self.simulated += 1
-                if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
-                    best = ChainFound(decision, simulated, candidate, solution.total_s)
-        else:
-            self.bound_s = best.simulated.total_s if best is not None else float("inf")
-        return best
+    def _placed(self, candidate: ChainCandidate, kv: tuple[tuple[KVUnit, ...], ...], *, first_whole: bool = False) -> Iterator[Decision]:
+        """Keys and values so placed, and as many weights as fit beside them."""
+        bare = self.decision(candidate, {}, kv)
+        left = {tier: self.memory.capacity[tier] - sum(named.values()) for tier, named in self.memory.parts_beside_weights(bare).items()}
+        if min(left.values()) >= 0:
+            rooms = self.domain.weight_rooms(candidate, left)
+            placements = self.domain.placer(candidate.formats).fill(rooms, bare.num_buffers, first_whole=first_whole)
+            yield from (self.decision(candidate, homes, kv) for homes in placements)
 
-
-    def _is_due(self, best: ChainFound | None) -> bool:
-        """Simulate at once, out of turn: now and then, so that there is a plan to hold bounds against, and to return when time is over."""
-        return self.programs_solved & (self.programs_solved - 1) == 0 or (best is None and self.programs_solved % 8 == 0)
-
-    def _entry(
-        self, bound: float, candidate: ChainCandidate, number: int, solution: ChainSolution | None = None
-    ) -> tuple[tuple[float, int, int, int], ChainCandidate, ChainSolution | None]:
-        """An entry of the heap: of equal bounds first the one that keeps everything as stored, then the smallest."""
-        lossy = len(candidate.formats) + (candidate.kv_format != self.base_format)
-        rounded = float(f"{bound * (1 - TIED):.6g}")
-        return (min(bound, rounded), int(lossy > 0), sum(self.sizes(candidate.formats).classes.values()), number), candidate, solution
-
-
-def grid(total: int, most: int) -> tuple[int, ...]:
-    """2^i and 3·2^i up to `total` and `most`, and `total` cut into 1 to 4 equal parts, ascending."""
-    sizes = {factor << i for factor in (1, 3) for i in range(total.bit_length())}
-    sizes |= {-(-total // parts) for parts in range(1, 5)}
-    return tuple(sorted(size for size in sizes if size <= min(total, most)))
+    def _amounts(self, decision: Decision) -> tuple[float, ...]:
+        """(bytes of layers and head on the host, on disk, shares of keys and values by place)."""
+        size: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
+        for tensor in self.domain.placed:
+            size[decision.homes[tensor.name]] += decision.tensor_bytes(tensor)
+        return float(size["host"]), float(size["disk"]), *kv_shares(decision.kv, PLACES)

@@ -1,22 +1,32 @@
 """The cost model of a plan with a device as sums per step, affine in the shares: what bounds and the program are made of.
 
-The amounts are those of `chain_work`, so that the program and the simulation never disagree on a price.
+The amounts are those of `chain_prices`, taken of every batch of the domain at once, so that bounds, program and simulation never disagree
+on a price.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from lmoffload_solver import counting
-from lmoffload_solver.chain_schedule import BatchWork
-from lmoffload_solver.chain_work import ChainWork, StepSize
-from lmoffload_solver.costs import Contention, LayerKind
-from lmoffload_solver.decision import ChainBlock, Decision, Job, KVUnit
-from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, DeviceCosts
-from lmoffload_solver.formats import QUANTIZED, stored_bytes
-from lmoffload_solver.value import TensorClass, Tier
+from lmoffload_solver.chain_prices import BatchPrices
+from lmoffload_solver.costs import Contention
+from lmoffload_solver.decision import ChainBlock, Job, KVUnit, Products
+from lmoffload_solver.device_costs import DeviceCosts
+from lmoffload_solver.formats import stored_bytes
+from lmoffload_solver.host_cores import HostCores, HostShare
+from lmoffload_solver.machine import Disk, MachineProfile
+from lmoffload_solver.runtime import own_runtime
+from lmoffload_solver.value import TaskClass, TensorClass
+
+Array = npt.NDArray[np.float64]
 
 PLACES: tuple[KVUnit, ...] = (
     KVUnit("device", "device"),
@@ -30,26 +40,29 @@ PLACES: tuple[KVUnit, ...] = (
 
 @dataclass(frozen=True)
 class StepTerms:
-    """Seconds of one step of a block, by resource; those of KV if all of it were in a place, in the order of `PLACES`."""
+    """Seconds of steps of blocks, by resource. Arrays over steps (and batches of the domain); those of KV have a last axis in the order of
+    `PLACES`: the seconds if all of it were in that place."""
 
-    name: str
-    weight: float
-    """Steps of the job that it stands for."""
-    device: float
-    """Without attention and without dequantizing weights."""
-    attend_device: tuple[float, ...]
-    upload: tuple[float, ...]
-    attend_host: tuple[float, ...]
-    read: tuple[float, ...]
-    store: tuple[float, ...]
-    write: tuple[float, ...]
-    load_hidden: float
-    store_hidden: float
-    largest_store: float
+    names: tuple[str, ...]
+    weight: Array
+    """Steps of the job that each stands for."""
+    early: npt.NDArray[np.bool_]
+    """What is moved may have been moved ahead, while the step before computed: decode steps that stand for themselves alone."""
+    num_batches: Array
+    device: Array
+    """Without attention, and over 16-bit weights at hand."""
+    attend_device: Array
+    upload: Array
+    attend_host: Array
+    attend_upload: Array
+    """What of `attend_host` carries its output up."""
+    read: Array
+    store: Array
+    write: Array
+    load_hidden: Array
+    store_hidden: Array
+    largest_store: Array
     """Seconds of a micro-batch's stores at one layer."""
-    early: bool
-    """A longer step came before."""
-    num_batches: int
 
 
 @dataclass(frozen=True)
@@ -59,133 +72,161 @@ class Sizes:
     classes: dict[TensorClass, int]
     """Layers' classes, and "head"."""
     in_layers: int
-    widened_bytes: int
-    """16-bit copy of a layer's quantized weights."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.classes.values())
 
 
 class ChainTerms:
-    """Terms of a job on a machine under lmoffload's runtime."""
+    """Terms of a job on a machine under lmoffload's runtime, for batches (micro-batch, number of micro-batches)."""
 
-    def __init__(self, job: Job, costs: DeviceCosts) -> None:
-        self.job, self.costs, self.model = job, costs, job.model
-        self.layers = Counter(_numbers(job))
-        self.matrices = {layer: counting.layer_matrices(self.model, layer) for layer in self.layers}
-        self._work = cache(self._template)
-        self.upload_rate = costs.link_rate("upload", True)
-        self.contention = Contention.of(costs.machine, "upload", "host_attention")
-
-    def _template(self, kv_format: str, hidden: Tier) -> ChainWork:
-        """Prices of whatever micro-batch."""
-        return ChainWork(self.job, self.costs, Decision(1, 1, {}, {}, kv_format, (), hidden, 1, self.costs.runtime))
+    def __init__(
+        self, job: Job, machine: MachineProfile, disk: Disk, pairs: Sequence[tuple[int, int]], threads: int | None = None
+    ) -> None:
+        self.job, self.machine, self.disk, self.model = job, machine, disk, job.model
+        self.costs = DeviceCosts(machine, disk, own_runtime())
+        self.cores = HostCores.of(machine, disk, threads)
+        self.assignments = tuple(self.cores.assignments())
+        self.layers = Counter(job.kinds)
+        blocks = [list(job.blocks(*pair)) for pair in pairs]
+        ends = np.cumsum([0, *map(len, blocks)]).tolist()
+        self.places = {pair: (begin, end) for pair, begin, end in zip(pairs, ends[:-1], ends[1:], strict=True)}
+        self.starts = np.array(ends[:-1], dtype=np.intp)
+        flat = [block for of_pair in blocks for block in of_pair]
+        self.blocks = ChainBlock(*(np.array([getattr(b, name) for b in flat], dtype=np.float64) for name in ChainBlock.__annotations__))
+        self.numbers = [number for of_pair in blocks for number in range(len(of_pair))]
+        self._most_streams = [pair[1] for pair, of_pair in zip(pairs, blocks, strict=True) for _ in of_pair]
+        self.weight: Array = np.asarray(np.array([[step.weight] for step in job.steps]) * self.blocks.count)
+        self.upload_rate = self.costs.link_rate("upload", True)
+        self.contention = Contention.of(machine, "upload", "host_attention")
+        self.steps, self.packed, self.sizes = cache(self._steps), cache(self._packed), cache(self._sizes)
+        self.of_pair, self.read_rate, self.attention_shares = cache(self._of_pair), cache(self._read_rate), cache(self._attention_shares)
 
     @cached_property
-    def classes(self) -> dict[TensorClass, list[tuple[int, str, tuple[int, ...]]]]:
-        """Elements, stored format and shape of every placed matrix by class; the head apart."""
-        found: dict[TensorClass, list[tuple[int, str, tuple[int, ...]]]] = {}
+    def classes(self) -> dict[TensorClass, list[tuple[str, tuple[int, ...]]]]:
+        """Stored format and shape of every matrix of the layers, by class."""
+        found: dict[TensorClass, list[tuple[str, tuple[int, ...]]]] = {}
         for tensor in self.model.tensors:
             if tensor.is_matrix and tensor.layer is not None:
-                n, k = counting.matrix_size(tensor)
-                found.setdefault(tensor.tensor_class, []).append((n * k, tensor.format, tensor.shape))
+                found.setdefault(tensor.tensor_class, []).append((tensor.format, tensor.shape))
         return found
 
-    def sizes(self, formats: dict[TensorClass, str]) -> Sizes:
+    def _sizes(self, formats: tuple[tuple[TensorClass, str], ...]) -> Sizes:
         """Bytes of the classes of the layers in these formats (the stored one where none is named), and of the head."""
-        classes: dict[TensorClass, int] = {}
+        chosen, classes = dict(formats), dict[TensorClass, int]()
         for name, tensors in self.classes.items():
-            chosen = formats.get(name)
-            classes[name] = sum(stored_bytes(shape, chosen or stored) for _, stored, shape in tensors)
+            classes[name] = sum(times * stored_bytes(shape, chosen.get(name) or fmt) for (fmt, shape), times in Counter(tensors).items())
         in_layers = sum(classes.values())
-        classes["head"] = counting.tensor_bytes(self.model.head)
-        widened = max(DEVICE_ACTIVATION_BYTES * self._quantized(layer, formats) for layer in self.layers)
-        return Sizes(classes, in_layers, widened)
+        classes["head"] = counting.tensor_bytes(self.model.head, chosen.get(self.model.head.tensor_class))
+        return Sizes(classes, in_layers)
 
-    def packed_s(self, micro_batch: int, num_micro_batches: int, formats: dict[TensorClass, str]) -> tuple[float, ...]:
-        """Seconds that quantized weights add to the device's work in each sampled step, the better of widening a layer once for all
-        micro-batches and of dequantizing in the products; negative where the latter read so much less."""
-        work = self._work("fp16", "host")
-        found = []
-        for block in self.job.blocks(micro_batch, num_micro_batches):
-            for step in work.steps:
-                size = self._size(block, step.step)
-                total = 0.0
-                for layer, count in self.layers.items():
-                    widening = self.costs.dequantize_s(self._quantized(layer, formats))
-                    total += count * min(widening, block.num_batches * work.fusing_s(layer, size, formats)) if widening else 0.0
-                found.append(total)
-        return tuple(found)
+    def share(self, threads: dict[TaskClass, int] | None) -> HostShare:
+        """What threads leave of the host's rates, for every batch; None: the most that any assignment leaves of each."""
+        if threads is None:
+            shares = [self.share(one) for one in self.assignments]
+            return HostShare(np.maximum.reduce([one.attention for one in shares]), max(one.read_bytes_per_s or 0.0 for one in shares))
+        by_streams = {count: self.cores.share(threads, count) for count in set(self._most_streams)}
+        reading = next(iter(by_streams.values())).read_bytes_per_s
+        return HostShare(np.array([by_streams[count].attention for count in self._most_streams]), reading)
 
-    def _quantized(self, layer: int, formats: dict[TensorClass, str]) -> int:
-        """Elements of a layer's quantized matrices."""
-        sizes = [(*counting.matrix_size(t), formats.get(t.tensor_class)) for t in self.matrices[layer]]
-        return sum(n * k for n, k, fmt in sizes if fmt in QUANTIZED)
+    def _attention_shares(self, num_micro_batches: int) -> tuple[float, ...]:
+        """Rate of the host's attention over the profile's, under each assignment of threads."""
+        return tuple(float(self.cores.share(threads, num_micro_batches).attention) for threads in self.assignments)
 
-    def _size(self, block: ChainBlock, step: int) -> StepSize:
-        length = self.job.mean_length
-        return StepSize(step, block.rows, length if step == 0 else 1.0, length + step)
+    def _read_rate(self, assignment: int | None) -> float:
+        """Bytes per second of the disk under an assignment of threads; 0 where it has none."""
+        return float(self.share(self._threads(assignment)).read_bytes_per_s or 0.0)
 
-    def steps(self, micro_batch: int, num_micro_batches: int, kv_format: str, hidden: Tier) -> tuple[StepTerms, ...]:
-        """The sampled steps of all different blocks."""
-        work = self._work(kv_format, hidden)
-        found = []
-        for number, block in enumerate(self.job.blocks(micro_batch, num_micro_batches)):
-            for step in work.steps:
-                early = step.step == 1
-                found.append(self._terms(work, block, step.step, block.count * step.weight, f"{number}.{step.step}", early))
-        return tuple(found)
+    def _threads(self, assignment: int | None) -> dict[TaskClass, int] | None:
+        return None if assignment is None else self.assignments[assignment]
 
-    def _terms(self, work: ChainWork, block: ChainBlock, step: int, weight: float, name: str, early: bool) -> StepTerms:
-        size = self._size(block, step)
-        sums = [_Sum() for _ in PLACES]
-        for layer, count in self.layers.items():
-            for total, place in zip(sums, PLACES, strict=True):
-                total.add(work.batch(layer, place, size), count * block.num_batches)
-        base = min(total.device for total in sums)
-        head = work.head_seconds(size) * block.num_batches
+    def _packed(self, formats: tuple[tuple[TensorClass, str], ...], products: tuple[Products, Products]) -> Array:
+        """Seconds that quantized weights add to the device's work, by step and batch: widening each layer once for all micro-batches, or
+        dequantizing in the products; negative where the latter reads so much less."""
+        prices, chosen = BatchPrices(self.job, self.costs, "fp16", "device"), dict(formats)
+        groups: list[tuple[int | None, int]] = [*self.layers.items()]
+        if self.model.head.tensor_class in chosen:
+            groups.append((None, 1))
+        found: Array = np.zeros(self.weight.shape)
+        if not chosen:
+            return found
+        for row, step in enumerate(self.job.steps):
+            size = self.job.size(self.blocks, step.step)
+            for layer, count in groups:
+                widening = prices.widening_s(layer, chosen)
+                if widening and products[min(1, step.step)] == "dequantizing":
+                    found[row] += count * self.blocks.num_batches * prices.fusing_s(layer, size, chosen)
+                else:
+                    found[row] += count * widening
+        return found
+
+    def _steps(self, kv_format: str, assignment: int | None = None) -> StepTerms:
+        """Steps × batches, hidden states on the host; `assignment` of `assignments`, None: the best of all for each resource."""
+        costs = DeviceCosts(self.machine, self.disk, self.costs.runtime, self.share(self._threads(assignment)))
+        prices = BatchPrices(self.job, costs, kv_format, "host")
+        shape = self.weight.shape
+        sums = {name: np.zeros((*shape, len(PLACES))) for name in ("device", "upload", "attend", "output", "read", "store", "write")}
+        hidden = {name: np.zeros(shape) for name in ("load", "store", "largest", "head")}
+        times = self.blocks.num_batches
+        for row, step in enumerate(self.job.steps):
+            size = self.job.size(self.blocks, step.step)
+            hidden["head"][row] = prices.head_s(size) * times
+            for layer, count in self.layers.items():
+                for place, unit in enumerate(PLACES):
+                    work = prices.batch(layer, "layer", unit, size)
+                    many = count * times
+                    sums["device"][row, :, place] += many * (work.compute + work.quantize + work.after)
+                    sums["upload"][row, :, place] += many * work.load_kv
+                    sums["attend"][row, :, place] += many * work.attend
+                    if unit.attends == "host" and step.step:
+                        sums["output"][row, :, place] += many * costs.attention_output_s(self.model.layers[layer], size.rows)
+                    sums["read"][row, :, place] += many * work.read
+                    sums["store"][row, :, place] += many * work.store_kv
+                    sums["write"][row, :, place] += many * work.write
+                    hidden["largest"][row] = np.maximum(hidden["largest"][row], work.store_kv + work.store_hidden)
+                hidden["load"][row] += many * work.load_hidden
+                hidden["store"][row] += many * work.store_hidden
+        base = sums["device"].min(axis=2)
+        early = np.zeros(shape, dtype=bool)
+        early[1:] = np.array([[step.weight <= 1] for step in self.job.steps[1:]], dtype=bool).reshape(-1, 1)
+        names = tuple(f"{step.step}" for step in self.job.steps)
         return StepTerms(
-            name,
-            weight,
-            base + head,
-            tuple(total.device - base for total in sums),
-            tuple(total.load_kv for total in sums),
-            tuple(total.attend for total in sums),
-            tuple(total.read for total in sums),
-            tuple(total.store_kv for total in sums),
-            tuple(total.write for total in sums),
-            sums[0].load_hidden,
-            sums[0].store_hidden,
-            max(total.largest_store for total in sums),
+            names,
+            self.weight,
             early,
-            block.num_batches,
+            np.broadcast_to(times, shape),
+            base + hidden["head"],
+            sums["device"] - base[:, :, None],
+            sums["upload"],
+            sums["attend"],
+            sums["output"],
+            sums["read"],
+            sums["store"],
+            sums["write"],
+            hidden["load"],
+            hidden["store"],
+            hidden["largest"],
         )
 
+    def _of_pair(self, pair: tuple[int, int], kv_format: str, hidden_moves: bool, assignment: int) -> StepTerms:
+        """The steps of one batch's blocks, one after another."""
+        begin, end = self.places[pair]
+        table = self.steps(kv_format, assignment)
 
-@dataclass
-class _Sum:
-    """Adds up the work of micro-batches."""
+        def cut(values: Any) -> Any:
+            part = values[:, begin:end]
+            return np.ascontiguousarray(part.swapaxes(0, 1)).reshape(-1, *part.shape[2:])
 
-    device: float = 0.0
-    load_kv: float = 0.0
-    load_hidden: float = 0.0
-    attend: float = 0.0
-    read: float = 0.0
-    store_kv: float = 0.0
-    store_hidden: float = 0.0
-    write: float = 0.0
-    largest_store: float = 0.0
+        arrays = {name: cut(getattr(table, name)) for name in StepTerms.__annotations__ if name != "names"}
+        if not hidden_moves:
+            arrays["load_hidden"] = arrays["store_hidden"] = np.zeros(len(arrays["device"]))
+        names = tuple(f"{number}.{step}" for number in self.numbers[begin:end] for step in table.names)
+        return StepTerms(names, **arrays)
 
-    def add(self, work: BatchWork, times: int) -> None:
-        self.device += times * (work.compute + work.quantize + work.after)
-        self.load_kv += times * work.load_kv
-        self.load_hidden += times * work.load_hidden
-        self.attend += times * work.attend
-        self.read += times * work.read
-        self.store_kv += times * work.store_kv
-        self.store_hidden += times * work.store_hidden
-        self.write += times * work.write
-        self.largest_store = max(self.largest_store, work.store_kv + work.store_hidden)
-
-
-def _numbers(job: Job) -> list[int]:
-    """Of every layer the first layer that costs the same."""
-    first: dict[LayerKind, int] = {}
-    return [first.setdefault(LayerKind.of(job.model, layer), layer) for layer in range(job.model.num_layers)]
+    def packed_of_pair(
+        self, pair: tuple[int, int], formats: tuple[tuple[TensorClass, str], ...], products: tuple[Products, Products]
+    ) -> Array:
+        """`packed` of one batch, in the order of `of_pair`."""
+        begin, end = self.places[pair]
+        return np.asarray(self.packed(formats, products)[:, begin:end].T.reshape(-1))

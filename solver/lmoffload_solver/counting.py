@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from lmoffload_solver.formats import KV_LINE_BYTES, LINE_ELEMENTS, PARAMETER_BYTES, format_of, stored_bytes
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
-from lmoffload_solver.schedule import PAGE_BYTES, Spilled, Unit
+from lmoffload_solver.schedule import PAGE_BYTES, STORE_GAP_BYTES, Spilled, Unit
 from lmoffload_solver.value import TensorClass
 
 Array = npt.NDArray[np.float64]
@@ -169,7 +169,7 @@ def spilled(layer: LayerShape, row_tokens: Sequence[int], key_format: str = "fp3
     value = sum(heads * kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format) for tokens in row_tokens)
     size = whole_pages(key) + whole_pages(value)
     pages = 1 + (2 * num_lines(layer.value_dim) if value_format in KV_LINE_BYTES else 1)
-    return Spilled(size, min(size, len(row_tokens) * heads * pages * PAGE_BYTES))
+    return Spilled(size, min(size, len(row_tokens) * heads * pages * (PAGE_BYTES + STORE_GAP_BYTES)))
 
 
 def whole_pages(num_bytes: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmoffload_solver import counting
+from lmoffload_solver.chain_domain import grid
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_predict import costs_of
-from lmoffload_solver.chain_search import grid
 from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, kv_elements
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
@@ -55,14 +55,14 @@ def roofline(model: ModelShape, machine: MachineProfile, plan: Plan) -> Roofline
     for name, tokens in (("products, prefill", rows * length), ("products, decode", rows)):
         flops, num_bytes = 2 * tokens * elements, DEVICE_ACTIVATION_BYTES * (elements + 2 * tokens * model.hidden_size)
         points.append(RooflinePoint(name, flops / num_bytes, flops / costs.product_s(tokens, elements, len(matrices))))
-    kv = rows * kv_elements(shape, length)
+    kv = rows * kv_elements(shape, counting.kv_tokens(shape, round(length)))
     flops = 2 * kv * shape.num_heads / shape.num_kv_heads
     points.append(
-        RooflinePoint("attention, decode", flops / (DEVICE_ACTIVATION_BYTES * kv), flops / costs.decode_attention_s(shape, rows, length))
+        RooflinePoint("attention, decode", flops / (DEVICE_ACTIVATION_BYTES * kv), flops / costs.decode_attention_s(kv))
     )
     flops = rows * counting.prefill_attention_flops(shape, round(length))
     moved = DEVICE_ACTIVATION_BYTES * rows * length * (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.key_dim
-    points.append(RooflinePoint("attention, prefill", flops / moved, flops / costs.prefill_attention_s(shape, rows, length)))
+    points.append(RooflinePoint("attention, prefill", flops / moved, flops / costs.prefill_attention_s(flops)))
     return Roofline(accelerator.memory_bytes_per_s, max(accelerator.products.flops_per_s), tuple(points))
 
 

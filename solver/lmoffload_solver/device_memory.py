@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from math import inf
+
+import numpy as np
 
 from lmoffload_solver import counting
-from lmoffload_solver.decision import Decision, Job
+from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, kv_bytes, kv_elements
 from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.lengths import Amount
 from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.model import LayerShape
 from lmoffload_solver.value import TensorClass, Tier
 from lmoffload_solver.workload import Limits
 
@@ -29,8 +34,23 @@ LOGITS_COPIES = 3
 class Transients:
     """What does not depend on the placement."""
 
-    device: dict[str, int]
-    host: dict[str, int]
+    device: dict[str, Amount]
+    host: dict[str, Amount]
+
+
+@dataclass(frozen=True)
+class KVBuffers:
+    """Bytes of the buffers of keys and values on their way: of prompts', which the device computes and stores, and of all tokens'."""
+
+    prompts: float
+    whole: float
+
+    def of(self, unit: KVUnit) -> dict[Tier, float]:
+        """What keys and values in a place need: those on disk stay a while on the host, those that the device attends to on the device."""
+        if unit.home == "device":
+            return {}
+        on_device = self.prompts if unit.attends == "host" else self.whole
+        return {"device": on_device, "host": self.whole} if unit.home == "disk" else {"device": on_device}
 
 
 class ChainMemory:
@@ -45,74 +65,101 @@ class ChainMemory:
             "host": host if limits.host_memory_bytes is None else min(host, limits.host_memory_bytes),
             "disk": machine.disks[0].free_bytes if limits.disk_space_bytes is None else limits.disk_space_bytes,
         }
-        self._largest_kv = max(kv_elements(shape, job.longest + job.gen_len) for shape in self.model.layers)
+        self.weights_capacity = _granted(limits, counting.weights_bytes(self.model))
+        """For homes and buffers of weights on device and host together."""
+        tokens = job.longest + job.gen_len
+        self._largest_kv = max(kv_elements(shape, counting.kv_tokens(shape, tokens)) for shape in self.model.layers)
         self._attention = max(2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in self.model.layers)
         self._heads = max(s.num_heads for s in self.model.layers)
         self.widened = cache(self._widened_weights)
+        self.kv_token_bytes, self.kv_buffers = cache(self._kv_token_bytes), cache(self._kv_buffers)
         self.vectors = counting.vector_bytes(self.model) * DEVICE_ACTIVATION_BYTES // counting.ACTIVATION_BYTES
 
-    def kv_token_bytes(self, kv_format: str) -> float:
+    def _kv_token_bytes(self, kv_format: str) -> float:
         """Bytes of a sequence's keys and values over all layers when it is finished."""
-        tokens = self.job.longest + self.job.gen_len
-        return sum(kv_bytes(shape, tokens, kv_format) for shape in self.model.layers)
+        return sum(self._kv_bytes(shape, kv_format, self.job.gen_len) for shape in self.model.layers)
+
+    def _kv_bytes(self, shape: LayerShape, kv_format: str, new_tokens: int) -> float:
+        return float(kv_bytes(shape, counting.kv_tokens(shape, self.job.longest + new_tokens), kv_format))
+
+    def _kv_buffers(self, rows: int, kv_format: str) -> KVBuffers:
+        """For micro-batches of `rows` sequences."""
+        most = max(self._kv_bytes(shape, kv_format, self.job.gen_len) for shape in self.model.layers)
+        prompts = max(self._kv_bytes(shape, kv_format, 0) for shape in self.model.layers)
+        return KVBuffers(BUFFERS * rows * prompts, BUFFERS * rows * most)
 
     def rows(self, decision: Decision) -> tuple[int, int]:
         """(rows of the first micro-batch, rows of the first block)."""
         rows = min(decision.micro_batch, self.job.num_prompts)
         return rows, min(decision.block_rows, self.job.num_prompts)
 
-    def work_bytes(self, rows: int, *, eager: bool) -> int:
+    def work_bytes(self, rows: Amount, *, eager: bool) -> Amount:
         """Temporaries of a layer over a micro-batch's prompts, or its logits: copies of the hidden state, query, key, value and attention's
         output, or the MLP's products; operator by operator also all scores, twice."""
         model, length = self.model, self.job.longest
         layer = rows * length * (2 * model.hidden_size + max(self._attention, 2 * model.intermediate_size))
         scores = 2 * rows * self._heads * length * length if eager else 0
-        return DEVICE_ACTIVATION_BYTES * max(layer + scores, LOGITS_COPIES * rows * model.vocab_size)
+        return DEVICE_ACTIVATION_BYTES * np.maximum(layer + scores, LOGITS_COPIES * rows * model.vocab_size)
 
-    def hidden_bytes(self, rows: int) -> int:
+    def hidden_bytes(self, rows: Amount) -> Amount:
         """Hidden states of prompts."""
         return DEVICE_ACTIVATION_BYTES * rows * self.job.longest * self.model.hidden_size
 
-    def transients(self, decision: Decision) -> Transients:
-        """Everything but homes and buffers of weights and KV."""
-        rows, block = self.rows(decision)
+    def transients(self, rows: Amount, block: Amount, hidden: Tier, kv_format: str, widened: Amount, *, eager: bool = False) -> Transients:
+        """Everything but homes and buffers of weights and KV, for micro-batches of `rows` and blocks of `block` sequences, with `widened`
+        elements of weights in a 16-bit copy."""
         assert self.machine.accelerator is not None
-        on_device = decision.hidden == "device"
+        on_device = hidden == "device"
+        widened_kv = rows * self._largest_kv if kv_format in QUANTIZED else 0
         device = {
             "reserved": self.machine.accelerator.reserved_bytes,
             "vectors": self.vectors,
             "hidden": self.hidden_bytes(block) if on_device else 2 * BUFFERS * self.hidden_bytes(rows),
-            "work": self.work_bytes(rows, eager=decision.runtime.attending == "eager"),
-            "widened": self._widened(decision, rows),
+            "work": self.work_bytes(rows, eager=eager),
+            "widened": DEVICE_ACTIVATION_BYTES * (widened + widened_kv),
         }
         return Transients(device, {"base": self.machine.base_bytes, "hidden": 0 if on_device else self.hidden_bytes(block)})
 
     def parts(self, decision: Decision) -> dict[Tier, dict[str, int]]:
         """The named parts of the peak of each tier."""
-        transients = self.transients(decision)
-        parts: dict[Tier, dict[str, int]] = {"device": dict(transients.device), "host": dict(transients.host), "disk": {}}
+        parts = self.parts_beside_weights(decision)
         homes: Counter[Tier] = Counter()
         for tensor in self.model.tensors:
             if tensor.is_matrix:
                 homes[decision.homes[tensor.name]] += decision.tensor_bytes(tensor)
         streamed, staged = self.largest_streams(decision)
-        kv, buffers = self._kv(decision)
         for tier, named in parts.items():
             named["weights"] = homes[tier]
-            named["kv"] = round(kv[tier])
         parts["device"]["weight buffers"] = decision.num_buffers * streamed
         parts["host"]["weight buffers"] = decision.num_buffers * staged
-        parts["device"]["kv buffers"] = round(buffers["device"])
-        parts["host"]["kv buffers"] = round(buffers["host"])
         return parts
+
+    def parts_beside_weights(self, decision: Decision) -> dict[Tier, dict[str, int]]:
+        """The same but for homes and buffers of weights, which need not be placed yet."""
+        eager = decision.runtime.attending == "eager"
+        widened = self.widened_by(decision)
+        transients = self.transients(*self.rows(decision), decision.hidden, decision.kv_format, widened, eager=eager)
+        kv, buffers = self._kv(decision)
+        amounts: dict[Tier, dict[str, Amount]] = {
+            "device": {**transients.device, "kv buffers": buffers["device"], "kv": kv["device"]},
+            "host": {**transients.host, "kv buffers": buffers["host"], "kv": kv["host"]},
+            "disk": {"kv": kv["disk"]},
+        }
+        return {tier: {name: round(amount) for name, amount in named.items()} for tier, named in amounts.items()}
 
     def peaks(self, decision: Decision) -> dict[Tier, int]:
         """Bytes of each tier at the peak."""
         return {tier: sum(parts.values()) for tier, parts in self.parts(decision).items()}
 
     def fits(self, decision: Decision) -> bool:
-        """Whether every tier holds its peak."""
-        return all(peak <= self.capacity[tier] for tier, peak in self.peaks(decision).items())
+        """Whether every tier holds its peak, and weights are within their limit."""
+        parts = self.parts(decision)
+        within = all(sum(named.values()) <= self.capacity[tier] for tier, named in parts.items())
+        return within and self.weights_memory(parts) <= self.weights_capacity
+
+    def weights_memory(self, parts: dict[Tier, dict[str, int]]) -> int:
+        """Bytes of weights on device and host: homes, buffers and vectors."""
+        return sum(parts[tier]["weights"] + parts[tier]["weight buffers"] for tier in ("device", "host")) + self.vectors
 
     def largest_streams(self, decision: Decision) -> tuple[int, int]:
         """Bytes of the largest layer (or head) that (goes up, comes from disk)."""
@@ -123,18 +170,19 @@ class ChainMemory:
             sizes.append((away, sum(decision.tensor_bytes(t) for t in tensors if decision.homes[t.name] == "disk")))
         return max(size for size, _ in sizes), max(size for _, size in sizes)
 
-    def _widened(self, decision: Decision, rows: int) -> int:
-        """The 16-bit copies of a layer's (or, made for each micro-batch, of a matrix's) weights and of a micro-batch's KV."""
-        weights = self.widened(tuple(decision.formats.items()), decision.runtime.dequantizes_per == "block")
-        kv = rows * self._largest_kv if decision.kv_format in QUANTIZED else 0.0
-        return DEVICE_ACTIVATION_BYTES * round(weights + kv)
+    def widened_by(self, decision: Decision) -> int:
+        """Elements of weights that a decision keeps a 16-bit copy of: the quantized ones of a layer or the head, or, copied for each
+        micro-batch, of a matrix; none where all products dequantize in their inner loop."""
+        if decision.prefill_products == decision.decode_products == "dequantizing":
+            return 0
+        return self.widened(tuple(decision.formats.items()), decision.runtime.dequantizes_per == "block")
 
     def _widened_weights(self, formats: tuple[tuple[TensorClass, str], ...], whole: bool) -> int:
-        """Elements of the largest layer's (or matrix's) quantized weights."""
         chosen = dict(formats)
         largest = 0
-        for layer in range(self.model.num_layers):
-            tensors = [t for t in counting.layer_matrices(self.model, layer) if chosen.get(t.tensor_class) in QUANTIZED]
+        groups = [counting.layer_matrices(self.model, layer) for layer in range(self.model.num_layers)]
+        for matrices in [*groups, (self.model.head,)]:
+            tensors = [t for t in matrices if chosen.get(t.tensor_class) in QUANTIZED]
             sizes = [counting.matrix_size(t)[0] * counting.matrix_size(t)[1] for t in tensors]
             largest = max(largest, sum(sizes) if whole else max(sizes, default=0))
         return largest
@@ -142,18 +190,20 @@ class ChainMemory:
     def _kv(self, decision: Decision) -> tuple[dict[Tier, float], dict[Tier, float]]:
         """Homes of keys and values of the first block, and buffers of what is on its way, per tier."""
         rows, block = self.rows(decision)
-        tokens = self.job.longest + self.job.gen_len
         homes: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
         buffers: dict[Tier, float] = {"device": 0.0, "host": 0.0}
-        for shape, units in zip(self.model.layers, decision.kv, strict=True):
-            one = kv_bytes(shape, tokens, decision.kv_format)
+        needed = self.kv_buffers(rows, decision.kv_format)
+        for (shape, units), layers in Counter(zip(self.model.layers, decision.kv, strict=True)).items():
+            one = self._kv_bytes(shape, decision.kv_format, self.job.gen_len)
             for number, unit in enumerate(units):
-                homes[unit.home] += max(0, min(rows, block - number * rows)) * one
-                if unit.home == "disk":
-                    buffers["host"] = max(buffers["host"], BUFFERS * rows * one)
-                if unit.home != "device" and unit.attends == "device":
-                    buffers["device"] = max(buffers["device"], BUFFERS * rows * one)
-        if any(unit.home != "device" for units in decision.kv for unit in units) and not buffers["device"]:
-            largest = max(kv_bytes(shape, self.job.longest, decision.kv_format) for shape in self.model.layers)
-            buffers["device"] = BUFFERS * rows * largest
+                homes[unit.home] += layers * max(0, min(rows, block - number * rows)) * one
+            for unit in set(units):
+                for tier, size in needed.of(unit).items():
+                    buffers[tier] = max(buffers[tier], size)
         return homes, buffers
+
+
+def _granted(limits: Limits, weights_bytes: int) -> float:
+    """Bytes that the user grants weights."""
+    granted = inf if limits.weights_memory_bytes is None else float(limits.weights_memory_bytes)
+    return granted if limits.weights_memory_share is None else min(granted, limits.weights_memory_share * weights_bytes)

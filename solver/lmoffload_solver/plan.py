@@ -32,6 +32,9 @@ class AttentionPlace(Value):
     prefill: Tier
     decode: Tier
     host_share: float = Field(ge=0, le=1)
+    """Of the (layer, micro-batch) units of keys and values, those that the host attends to in decode."""
+    host: tuple[tuple[int, int], ...] = ()
+    """Those units, where a device attends to the others."""
 
 
 class TensorPlan(Value):

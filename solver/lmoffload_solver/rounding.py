@@ -236,8 +236,12 @@ class Rounding:
         """The layers stream at least `goal` bytes together, no layer more than its level of `best`."""
         rough = sum(level.aligned for level in self._levels(goal, best, buffer, sparse))
         layers = self._levels(rough, best, buffer, sparse)  # whole matrices come to more than the goal: spread what they come to
-        streamed = sum(level.aligned for level in layers)
+        return self.placed(layers, depth, head_at_home, embedding_at_home)
+
+    def placed(self, layers: Sequence[Level], depth: int, head_at_home: bool, embedding_at_home: bool) -> Placement:
+        """The placement in which the layers stream these levels."""
         pieces, slots, slot = self._ring(layers, depth, head_at_home)
+        streamed = sum(level.aligned for level in layers)
         home = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
         return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
 

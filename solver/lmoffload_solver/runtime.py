@@ -27,8 +27,6 @@ class Runtime(Value):
     host_attending: Way = "fused"
     dequantizes_per: Literal["block", "micro_batch"] = "block"
     """Whether the widened copy of a layer serves all micro-batches of a block."""
-    fuses_products: bool = False
-    """A product may dequantize its weights in its inner loop instead of reading a widened copy."""
     stages_disk: bool = False
     """What comes from disk is read and uploaded by one thread, one after the other."""
     disk_bytes_per_s: float | None = Field(default=None, gt=0)
@@ -41,4 +39,4 @@ class Runtime(Value):
 
 def own_runtime() -> Runtime:
     """lmoffload's traits."""
-    return Runtime(fuses_products=True)
+    return Runtime()

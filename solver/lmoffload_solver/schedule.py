@@ -93,8 +93,11 @@ class Spilled:
     num_bytes: int
     """All of them, in whole pages."""
     step_bytes: int
-    """Pages in which a decode step's new tokens lie, at most."""
+    """What a decode step's new tokens make to be written, at most."""
 
+
+STORE_GAP_BYTES = 64 * 2**10
+"""Stored along where so few unchanged bytes lie between two changed pages."""
 
 STAGING_BUFFERS = 2
 """Keys and values on the disk pass through so many buffers, taken in turn: one is computed from while the next is filled."""

@@ -78,7 +78,7 @@ def solve(
     if machine.accelerator is not None:
         from lmoffload_solver.chain_solve import solve_chain
 
-        return solve_chain(model, machine, workload, limits, file_system, digest)
+        return solve_chain(model, machine, workload, limits, file_system, digest, losses)
     begin = time.perf_counter()
     prices = Prices(model, machine, disk_of(machine, file_system), workload, limits)
     domain = Domain.of(model, machine, workload, limits)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from lmoffload_solver.formats import QUALITY_BITS, format_of
-from lmoffload_solver.loss import Activations, LossTable, Part, allowed, loss_of
+from lmoffload_solver.loss import QUALITY_BOUND, Activations, LossTable, Part, allowed, loss_of
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.value import Quality, TensorClass
@@ -90,6 +90,11 @@ class Offered:
     def takes(self, kernel: str, format_name: str) -> bool:
         """Whether a kernel may multiply weights turned into a format."""
         return allowed(self.losses, self.quality, Part("weights", format_name, activations_of(kernel)))
+
+    def permits(self, variant: Variant, kernels: tuple[str, ...]) -> bool:
+        """Whether all parts of a variant together stay within the class's bound, as far as it is known."""
+        loss, bound = variant.loss(self.losses, kernels), QUALITY_BOUND.get(self.quality)
+        return loss is None or bound is None or loss <= bound
 
     @property
     def narrowest(self) -> Variant:

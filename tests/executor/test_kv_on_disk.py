@@ -7,20 +7,26 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
+import torch
 
 from lmoffload.executor import Engine, Request, spill
+from lmoffload.executor.kv_cache import LayerCache
 from lmoffload.executor.reader import DiskReader
-from lmoffload_solver.counting import kv_bytes
+from lmoffload_solver.counting import kv_bytes, spilled
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import KV_FORMATS
 from lmoffload_solver.memory import breakdown, spilled_of, staging_bytes
-from lmoffload_solver.schedule import block_tasks, units_of
+from lmoffload_solver.model import LayerShape
+from lmoffload_solver.plan import KVFormat
+from lmoffload_solver.schedule import PAGE_BYTES, block_tasks, units_of
 from lmoffload_solver.simulate import walk
 from lmoffload_solver.workload import Workload
 from tests.executor.plans import make_plan
 from tests.executor.reference import prompts
 
-LENGTHS, NEW_TOKENS = (40, 30, 17, 5, 3), 35
+LENGTHS, NEW_TOKENS = (40, 30, 17, 5, 3), 8
 
 
 def plan_on_disk(checkpoint, homes, *, new_tokens=NEW_TOKENS, **choices):
@@ -45,7 +51,7 @@ ALL = [(layer, batch) for layer in range(3) for batch in range(2)]
     (("fp32", "fp32"), ALL), (("int8", "int4-g32"), ALL), (("bf16", "bf16"), [(1, 0)]), (("int4-g32", "fp32"), [(0, 1), (2, 0), (2, 1)]),
 ])  # fmt: skip
 def test_the_run_in_memory_and_on_the_disk_are_one(tiny, tmp_path, kv, homes, monkeypatch):
-    """Layers with windows and without, some of them streamed, and a disk that takes its time."""
+    """Layers with windows and without, all streamed, a group of keys that fills up, and a disk that takes its time."""
     checkpoint = tiny("gemma3", num_layers=3)
     expected, _ = generate(checkpoint, plan_on_disk(checkpoint, [], kv=kv), tmp_path)
     chance, read, write = random.Random(0), DiskReader.read, spill.SpillFile.write_from
@@ -66,6 +72,27 @@ def test_the_run_in_memory_and_on_the_disk_are_one(tiny, tmp_path, kv, homes, mo
     assert found == expected
     assert counts["load_kv"] >= len(homes) * (NEW_TOKENS - 1) and counts["store_kv"] > 0
     assert threading.active_count() == before and list((tmp_path / "kv").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", KV_FORMATS)
+def test_what_a_step_changes_is_stored(kind):
+    """Every changed byte lies in a page that is written, and little else is; 31 fills a group of keys, at 1990 the ring has turned."""
+    formats, lengths = KVFormat(key=kind, value=kind), [2000, 2000, 40]
+    generator, rows = torch.Generator().manual_seed(0), np.array([0, 2])
+    for window, place in ((None, 31), (None, 1), (1000, 1990)):
+        shape = LayerShape(num_heads=4, num_kv_heads=2, key_dim=80, value_dim=48, window=window)
+        memory = torch.zeros(spilled(shape, lengths, kind, kind).num_bytes, dtype=torch.uint8)
+        cache = LayerCache.allocate(shape, lengths, formats, on_disk=True).within(memory)
+        positions, before = np.array([place, min(place, 31)]), memory.clone()
+        pages = cache.pages(rows, positions)
+        cache.store_tokens(rows, positions, *(torch.randn(2, 2, dim, generator=generator) for dim in (80, 48)))
+        written = torch.zeros_like(memory, dtype=torch.bool)
+        for begin, end in pages:
+            assert begin % PAGE_BYTES == end % PAGE_BYTES == 0
+            written[begin:end] = True
+        changed = before != memory
+        assert changed.any() and not (changed & ~written).any()
+        assert len(pages) > 1 and int(written.sum()) < memory.numel() / 2
 
 
 def test_chunks_and_disk(tiny, tmp_path):

@@ -41,6 +41,8 @@ def make_device_machine(
         for direction in ("upload", "download")
         for locked in (True, False)
     )
+    (measured,) = base.disks
+    disk_with_writes = measured.model_copy(update={"write": measured.read[-1:]})
     both = Contention(first="upload", second="host_attention", first_slowdown=slowdown, second_slowdown=slowdown)
     contention = base.model_copy(update={"contention": (both,)})
     overheads = base.overheads.model_copy(update={"layer_s": 1e-6, "step_s": 1e-6, "row_s": 0.0})
@@ -49,6 +51,7 @@ def make_device_machine(
         | {
             "name": "device toy",
             "overheads": overheads.model_dump(),
+            "disks": [disk_with_writes.model_dump()],
             "links": [one.model_dump() for one in links],
             "rates": [one.model_dump() for one in rates],
             "accelerator": Accelerator(

@@ -1,113 +1,28 @@
-"""The search with a device: bounds hold, small instances against every placement, prices, goals, outcomes."""
+"""The search with a device: goals, limits, outcomes, what is decided."""
 
 from __future__ import annotations
 
-import itertools
 import random
-import time
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
+from lmoffload_solver.chain_domain import ChainCandidate
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_predict import costs_of, simulate_chain
-from lmoffload_solver.chain_program import ChainProgram
-from lmoffload_solver.chain_search import PROOF, ChainCandidate, ChainSearch
-from lmoffload_solver.chain_solve import memory_prices, waiting_s
-from lmoffload_solver.decision import Decision, Job, KVUnit
+from lmoffload_solver.chain_rounding import Rooms
+from lmoffload_solver.chain_search import ChainSearch
+from lmoffload_solver.decision import Job, KVUnit
+from lmoffload_solver.device_memory import ChainMemory
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.outcome import Infeasible, Optimal, plan_in
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.search import solve
-from lmoffload_solver.value import Tier, read_value
-from lmoffload_solver.what_if import Change, changed, what_if
-from lmoffload_solver.workload import Limits
+from lmoffload_solver.what_if import Change, what_if
+from lmoffload_solver.workload import Limits, PromptGroup, Workload
 from tests.solver.device_toys import make_device_machine
 from tests.solver.toys import MIB, make_model, make_work
-
-TIERS: tuple[Tier, ...] = ("device", "host", "disk")
-
-
-def tiny_model(layers: int = 2, hidden: int = 256) -> ModelShape:
-    """One matrix of attention and one of the MLP a layer, a tied table."""
-    tensors = [TensorShape(name="embed", shape=(128, hidden), format="fp16", tensor_class="embedding", is_matrix=True)]
-    for i in range(layers):
-        tensors.append(
-            TensorShape(name=f"{i}.qkvo", shape=(4 * hidden, hidden), format="fp16", tensor_class="attention", layer=i, is_matrix=True)
-        )
-        tensors.append(TensorShape(name=f"{i}.mlp", shape=(8 * hidden, hidden), format="fp16", tensor_class="mlp", layer=i, is_matrix=True))
-    shape = LayerShape(num_heads=4, num_kv_heads=4, key_dim=hidden // 4, value_dim=hidden // 4)
-    return ModelShape(
-        name=f"tiny{layers}",
-        model_type="opt",
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        vocab_size=128,
-        layers=(shape,) * layers,
-        tensors=tuple(tensors),
-        tied_head=True,
-    )
-
-
-def random_instance(seed: int) -> tuple[Job, MachineProfile, Limits]:
-    chance = random.Random(seed)
-    model = tiny_model(2)
-    job = Job(model, make_work(chance.choice([1, 2, 4]), chance.choice([16, 64, 256]), chance.choice([2, 4])))
-    machine = make_device_machine(
-        int(chance.uniform(1.2, 8) * MIB),
-        32 * MIB,
-        link=chance.choice([2e8, 1e9, 5e9]),
-        disk=1e8,
-        host_attention=chance.choice([1e8, 1e9]),
-        flops=chance.choice([1e10, 1e11]),
-        slowdown=chance.choice([1.0, 1.4, 2.0]),
-    )
-    return job, machine, Limits(num_micro_batches=chance.choice([1, 2]))
-
-
-def every_decision(search: ChainSearch, candidate: ChainCandidate) -> list[Decision]:
-    """All placements of whole tensors and whole units of KV, on device and host (disk is never needed here)."""
-    names = [t.name for t in search.model.tensors if t.is_matrix]
-    units = (KVUnit("device", "device"), KVUnit("host", "device"), KVUnit("host", "host"))
-    count = min(candidate.num_micro_batches, -(-search.job.num_prompts // candidate.micro_batch))
-    found = []
-    for tiers in itertools.product(TIERS[:2], repeat=len(names)):
-        for kv in itertools.product(units, repeat=count * search.model.num_layers):
-            per_layer = tuple(tuple(kv[i * count : (i + 1) * count]) for i in range(search.model.num_layers))
-            full = tuple(layer + (layer[-1],) * (candidate.num_micro_batches - count) for layer in per_layer)
-            decision = search.decision(candidate, dict(zip(names, tiers, strict=True)), full)
-            if search.memory.fits(decision):
-                found.append(decision)
-    return found
-
-
-@pytest.mark.parametrize("seeds", [range(0, 4), range(4, 8)])
-def test_small_instances_against_every_placement(seeds: range) -> None:
-    """The program is below every whole placement, and so few are looked at one by one: the search's plan is the best of them."""
-    losses = []
-    for seed in seeds:
-        job, machine, limits = random_instance(seed)
-        search = ChainSearch(job, machine, machine.disks[0], limits, "exact", float("inf"), proof=0.0)
-        found = search.run()
-        if found is None:
-            assert not any(every_decision(search, candidate) for _, candidate in search.bounds()), seed
-            continue
-        best = float("inf")
-        for bound, candidate in search.bounds():
-            if bound > best:
-                continue
-            solution = ChainProgram(search.choices(candidate)).solve()
-            if solution is None or solution.total_s > best:
-                continue
-            assert bound <= solution.total_s * (1 + 1e-3)
-            decisions = every_decision(search, candidate)
-            times = [simulate_chain(job, search.costs, d).total_s for d in random.Random(seed).sample(decisions, min(60, len(decisions)))]
-            assert all(solution.total_s <= seconds * (1 + 1e-6) for seconds in times), (seed, candidate)
-            best = min([best, *times])
-        losses.append(found.simulated.total_s / best - 1)
-    assert max(losses) <= 1e-6, losses
 
 
 def solved(machine: MachineProfile, limits: Limits | None = None, **work: int) -> Plan:
@@ -127,68 +42,9 @@ def test_a_plan_says_what_it_was_made_of() -> None:
     assert plan.predicted.peak_bytes["device"] <= 3 * MIB
     assert sum(plan.weights.bytes.values()) == sum(decision.tensor_bytes(t) for t in model.tensors)
     assert {tensor.format for tensor in plan.weights.tensors.values()} == {"bf16"}, "nothing lossy unasked"
-    assert plan.gap <= PROOF + 1e-5
+    assert plan.gap == 0
     assert [looser.quality for looser in plan.looser_quality] == ["int8", "int4"]
     assert all(looser.loss is None for looser in plan.looser_quality), "unknown is not zero"
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_more_of_anything_is_never_slower(seed: int) -> None:
-    chance = random.Random(seed)
-    machine = make_device_machine(int(chance.uniform(2, 6) * MIB), 48 * MIB, link=chance.choice([3e8, 2e9]))
-    job = Job(make_model(4, 256, 512, stored="bf16"), make_work(4, 64, 6))
-
-    def rate(on: MachineProfile) -> float:
-        found = ChainSearch(job, on, on.disks[0], Limits(), "exact", float("inf")).run()
-        assert found is not None
-        return job.tokens / found.simulated.total_s
-
-    base = rate(machine)
-    for change in (
-        Change(resource="device_memory", added_bytes=MIB),
-        Change(resource="host_memory", added_bytes=8 * MIB),
-        Change(resource="link", factor=1.5),
-        Change(resource="disk", factor=1.5),
-        Change(resource="cores", factor=1.5),
-    ):
-        assert rate(changed(machine, Limits(), change)[0]) >= base * (1 - 2 * PROOF), change
-
-
-def test_prices_against_one_per_cent_more() -> None:
-    """Duals times 1 % of a resource are what the program gains, the discrete choices fixed: within 2 % of the gain, on 50 instances."""
-    checked = 0
-    for seed in range(160):
-        _, machine, limits = random_instance(seed)
-        chance = random.Random(seed)
-        job = Job(make_model(6, 256, 512, stored="bf16"), make_work(chance.choice([2, 8]), chance.choice([16, 64, 256]), 4))
-        search = ChainSearch(job, machine, machine.disks[0], limits, "exact", float("inf"))
-        bounds = list(search.bounds())
-        if not bounds or checked == 50:
-            continue
-        candidate = chance.choice(bounds)[1]
-        choices = search.choices(candidate)
-        solution = ChainProgram(choices).solve()
-        if solution is None:
-            continue
-        room = choices.rooms["device"]
-        more = ChainProgram(replace_room(choices, room * 1.01)).solve()
-        less = ChainProgram(replace_room(choices, room * 1.0001)).solve()
-        assert more is not None
-        assert less is not None
-        by_dual = memory_prices(solution)["device"] * room * 0.01
-        gained = solution.total_s - more.total_s
-        same_basis = abs((solution.total_s - less.total_s) * 100 - gained) < 0.02 * max(gained, 1e-12)
-        if gained > 1e-6 * solution.total_s and same_basis:
-            assert by_dual == pytest.approx(gained, rel=0.02), seed
-            checked += 1
-        assert waiting_s(choices, solution, "upload") <= solution.total_s * (1 + 1e-9)
-    assert checked == 50
-
-
-def replace_room(choices, room: float):  # type: ignore[no-untyped-def]
-    from dataclasses import replace
-
-    return replace(choices, rooms=choices.rooms | {"device": room})
 
 
 def test_latency_takes_one_sequence_at_a_time_and_deadline_the_best_class() -> None:
@@ -226,8 +82,6 @@ def test_what_does_not_fit_names_the_memory() -> None:
         assert outcome.resource == resource
         assert outcome.short_by_bytes > 0
         assert "bytes" in outcome.what_would_help
-    with pytest.raises(StatedError, match="--device-memory"):
-        solve(model, make_device_machine(), work, Limits(weights_memory_share=0.5))
 
 
 def test_what_if_solves_again() -> None:
@@ -236,19 +90,110 @@ def test_what_if_solves_again() -> None:
     changes = (Change(resource="link", factor=2.0), Change(resource="device_memory", added_bytes=2 * MIB))
     told = what_if(model, machine, plan, changes)
     assert told.tokens_per_s == pytest.approx(plan.predicted.tokens_per_s)
-    assert all(answer.gain is not None and answer.gain >= -PROOF for answer in told.answers)
+    assert all(answer.gain is not None and answer.gain >= -1e-3 for answer in told.answers)
     assert told.together is not None
     assert told.answers[0].tokens_per_s is not None
-    assert told.together >= told.answers[0].tokens_per_s * (1 - PROOF)
+    assert told.together >= told.answers[0].tokens_per_s * (1 - 1e-3)
 
 
-def test_a_hundred_layers_are_planned_in_about_a_second() -> None:
-    model = make_model(100, 12288, 49152, 96, 96, 50000, stored="bf16")
-    machine = read_value(MachineProfile, Path(__file__).parents[2] / "profiles" / "t4-gcp.json", "profile")
-    work = make_work(256, 512, 32).model_copy(update={"quality": "any"})
-    solve(tiny_model(), make_device_machine(), make_work(1, 8, 2), Limits())  # what is imported once
-    begin = time.perf_counter()
-    outcome = solve(model, machine, work, Limits())
-    seconds = time.perf_counter() - begin
-    assert isinstance(outcome, Optimal)
-    assert seconds < 4, "about a second on a quiet machine"
+def test_a_hundred_layers_are_planned_within_a_second_of_the_processor() -> None:
+    """Three tiers, every format, full search: `benchmarks/planner.py` measures it alone on the machine; here others may slow it."""
+    from benchmarks.planner import CASES, measured
+
+    measured(replace(CASES[0], model="opt-6.7b"), 1)  # what is imported once
+    figure = measured(CASES[0], 2)
+    assert figure.outcome == "optimal"
+    assert figure.gap <= 0.02
+    assert figure.processor_s < 1.5
+
+
+def test_weights_memory_is_kept() -> None:
+    """Homes and buffers of weights on device and host together."""
+    model, machine = make_model(6, 256, 512, stored="bf16"), make_device_machine(8 * MIB)
+    free = solved(machine, count=4, length=64, gen_len=8)
+    total = sum(free.weights.bytes.values())
+    assert free.weights.bytes["disk"] == 0
+    for limits in (Limits(weights_memory_share=0.6), Limits(weights_memory_bytes=total // 2)):
+        plan = solved(machine, limits, count=4, length=64, gen_len=8)
+        decision = decision_of(model, plan)
+        memory = ChainMemory(Job(model, plan.workload), machine, limits)
+        granted = total // 2 if limits.weights_memory_bytes else 0.6 * total
+        assert memory.weights_memory(memory.parts(decision)) <= granted
+        assert plan.weights.bytes["disk"] > 0
+        assert plan.predicted.tokens_per_s < free.predicted.tokens_per_s
+    outcome = solve(model, machine, make_work(4, 64, 8), Limits(weights_memory_bytes=MIB // 8))
+    assert isinstance(outcome, Infeasible)
+    assert outcome.resource == "weights memory"
+
+
+def test_threads_granted_are_not_exceeded_and_cost_what_they_cost() -> None:
+    """The host attends where it is quicker than the device, as it is with enough threads."""
+    model = make_model(4, 256, 512, stored="bf16")
+    machine = make_device_machine(16 * MIB, 32 * MIB, link=1e10, host_attention=4e10, cores=16).model_copy(update={"attention": ()})
+    work = make_work(4, 512, 8)
+    rates = []
+    for threads in (3, 6, None):
+        plan = plan_in(solve(model, machine, work, Limits(threads=threads, micro_batch=1, num_micro_batches=2)))
+        assert plan is not None
+        rates.append(plan.predicted.tokens_per_s)
+        assert sum(plan.threads.values()) <= (threads or 16)
+        again = simulate_chain(Job(model, work), costs_of(machine, decision_of(model, plan)), decision_of(model, plan))
+        assert again.total_s == pytest.approx(plan.predicted.total_s, rel=1e-9)
+    assert plan.attention.host_share > 0
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1], "attention is slower with fewer threads"
+
+
+def test_formats_of_head_and_table_and_kernels_are_decisions() -> None:
+    """A head that streams is quantized where that is allowed, though the layers are resident; products say how they take weights."""
+    model = make_model(2, 256, 512, vocab=20000, stored="bf16")
+    work = make_work(2, 16, 8).model_copy(update={"quality": "int4"})
+    machine = make_device_machine(9 * MIB, 64 * MIB, link=1e8)
+    plan = plan_in(solve(model, machine, work, Limits()))
+    assert plan is not None
+    assert plan.weights.format["head"] == "int4-g64"
+    assert plan.weights.format["embedding"] == "bf16", "it costs no time, and the host has room"
+    assert {plan.kernels.prefill, plan.kernels.decode} <= {"widen", "dequantizing"}
+    small = plan_in(solve(model, machine, work, Limits(host_memory_bytes=9 * MIB)))
+    assert small is not None
+    assert small.weights.format["embedding"] == "int4-g64", "the table in 16 bits takes 10 MB"
+
+
+def test_blocks_are_timed_by_their_own_prompts() -> None:
+    """Longest first; each block's mean, and means of squares in attention: hand-computed for two lengths."""
+    model = make_model(2, 256, 512, stored="bf16")
+    work = Workload(prompts=(PromptGroup(length=16, count=4), PromptGroup(length=128, count=4)), gen_len=4)
+    job = Job(model, work)
+    assert [(block.first, block.end) for block in job.blocks(2, 1)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    sizes = [job.size(block, 0).tokens for block in job.blocks(4, 1)]
+    assert sizes == [512, 64]
+    (whole,) = job.blocks(8, 1)
+    assert job.size(whole, 0).tokens == 8 * 72
+    assert job.lengths.kept(32, 0, 0, 8) == pytest.approx((32 + 16) / 2)
+    pairs = job.lengths.mean("squares", lambda lengths: lengths**2, 2, 6)
+    assert pairs == pytest.approx((128**2 + 16**2) / 2)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_even_residency_beats_contiguous_or_ties(seed: int) -> None:
+    """The same number of layers on the device, spread or the first ones, everything else equal."""
+    chance = random.Random(seed)
+    model = make_model(24, 128, 256, stored="bf16")
+    machine = make_device_machine(64 * MIB, link=chance.choice([1e8, 1e9]), flops=chance.choice([1e9, 1e10]))
+    job = Job(model, make_work(4, 32, 6))
+    search = ChainSearch(job, machine, machine.disks[0], Limits(), "exact", float("inf"))
+    candidate = ChainCandidate(2, 2, (), "bf16", "device", prefetch_depth=chance.choice([1, 2]))
+    resident = chance.randint(4, 20)
+    layer = sum(t.shape[0] * t.shape[1] * 2 for t in model.by_layer[0] if t.is_matrix)
+    kv = ((KVUnit("device", "device"),) * 2,) * 24
+    placer = search.domain.placer(())
+    rooms = Rooms(resident * layer + candidate.slots * layer + placer.other_bytes["device"], 64 * MIB, 0.0)
+    seconds = {}
+    for homes in [*placer.fill(rooms, candidate.slots), *placer.fill(rooms, candidate.slots, first_whole=True)]:
+        spread = search.decision(candidate, homes, kv)
+        seconds["even"] = min(seconds.get("even", 9e9), simulate_chain(job, costs_of(machine, spread), spread).total_s)
+        on_device = sum(home == "device" for name, home in homes.items() if name in {t.name for t in search.domain.placed})
+    names = [t.name for t in search.domain.placed]
+    first = {**homes, **{name: "device" if place < on_device else "host" for place, name in enumerate(names)}}
+    contiguous = search.decision(candidate, first, kv)  # type: ignore[arg-type]
+    assert seconds["even"] <= simulate_chain(job, costs_of(machine, contiguous), contiguous).total_s * (1 + 1e-9)

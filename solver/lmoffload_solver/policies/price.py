@@ -10,9 +10,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from lmoffload_solver import counting
+from lmoffload_solver.chain_domain import grid
 from lmoffload_solver.chain_plan import Remarks, plan_of
 from lmoffload_solver.chain_predict import costs_of, simulate_chain
-from lmoffload_solver.chain_search import grid
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_memory import ChainMemory
 from lmoffload_solver.errors import InfeasibleError, StatedError
@@ -25,6 +25,7 @@ from lmoffload_solver.policies.flexgen_constants import FlexgenConstants, publis
 from lmoffload_solver.policies.flexgen_model import PolicyRow, dimensions_of, predict
 from lmoffload_solver.policies.flexgen_policy import flexgen_decision
 from lmoffload_solver.policies.flexgen_search import search as flexgen_search
+from lmoffload_solver.policies.on_host import price_on_host
 from lmoffload_solver.policies.zero_inference import zero_decision
 from lmoffload_solver.value import Tier
 from lmoffload_solver.workload import Limits, Workload
@@ -52,9 +53,10 @@ def price_policy(
 
     Raises:
         InfeasibleError: none of its batches fits.
-        StatedError: the machine has no device, or the system does not run such a model.
+        StatedError: the system needs a device that the machine has not, or does not run such a model.
     """
-    _require_device(machine, policy)
+    if machine.accelerator is None:
+        return price_on_host(policy, model, machine, workload, limits, file_system=file_system, digest=digest)
     job = Job(model, workload)
     figures = None
     if policy == "flexgen":

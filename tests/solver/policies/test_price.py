@@ -64,8 +64,11 @@ def test_own_choices_fit_and_ours_is_quicker(policy: Policy) -> None:
     assert ours is not None
     assert ours.predicted.tokens_per_s >= plan.predicted.tokens_per_s
     assert (plan.predicted_by_policy is not None) == (policy == "flexgen")
-    with pytest.raises(StatedError, match="needs a machine with a device"):
-        price_policy(policy, shape("opt-6.7b"), make_machine(), work, Limits())
+
+
+def test_a_policy_that_divides_work_with_a_device_needs_one() -> None:
+    with pytest.raises(StatedError, match="divides work with a device"):
+        price_policy("flexgen", shape("opt-6.7b"), make_machine(), job(16), Limits())
 
 
 def test_a_policy_without_room_says_so() -> None:

@@ -1,0 +1,320 @@
+"""The discrete choices of a plan with a device, and the closed-form bounds of all of them.
+
+Batch: micro-batch 2^i, 3·2^i and the job cut into 1 to 4 equal parts, the same for the number of micro-batches up to 24. Formats: each
+class of matrices, keys and values as stored or in the smallest format that the quality class allows and the shape permits, since a smaller
+one costs the device the same and moves less. How products take quantized weights in each phase. Home of the hidden states; prefetch depth;
+whether the host attends (not without reading ahead: then it would wait); threads of each class of tasks on the host. Limits fix a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lmoffload_solver import counting
+from lmoffload_solver.chain_bounds import Amounts, closed_form_s
+from lmoffload_solver.chain_program import ChainChoices
+from lmoffload_solver.chain_rounding import Rooms, WeightPlacer
+from lmoffload_solver.chain_terms import Array, ChainTerms
+from lmoffload_solver.decision import Job, Products
+from lmoffload_solver.device_memory import BUFFERS, ChainMemory
+from lmoffload_solver.formats import FORMATS, QUANTIZED, format_of
+from lmoffload_solver.loss import LossTable, Part, allowed, loss_of
+from lmoffload_solver.machine import Disk, MachineProfile
+from lmoffload_solver.value import Quality, TensorClass, Tier
+from lmoffload_solver.workload import Limits
+
+MOST_MICRO_BATCHES = 24
+DEPTHS = (1, 2, 0)
+HIDDEN: tuple[Tier, ...] = ("device", "host")
+PRODUCTS: tuple[Products, ...] = ("widen", "dequantizing")
+
+Formats: TypeAlias = tuple[tuple[TensorClass, str], ...]
+"""Classes whose matrices are kept in another format than the stored one."""
+
+SMALLEST: dict[Quality, tuple[str, ...]] = {
+    "exact": (),
+    "int8": ("int8",),
+    "int4": ("int4-g64", "int4-g32", "int8"),
+    "any": ("int4-g128", "int4-g64", "int4-g32", "int8"),
+}
+"""Formats that a class allows, smallest first."""
+
+
+@dataclass(frozen=True)
+class ChainCandidate:
+    """The discrete choices."""
+
+    micro_batch: int
+    num_micro_batches: int
+    formats: Formats
+    kv_format: str
+    hidden: Tier
+    products: tuple[Products, Products] = ("widen", "widen")
+    """In prefill, in decode."""
+    prefetch_depth: int = 1
+    attends: bool = False
+    """Whether the host attends to some of the keys and values that are not on the device."""
+    assignment: int = 0
+    """Of threads, of `ChainTerms.assignments`."""
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        return self.micro_batch, self.num_micro_batches
+
+    @property
+    def slots(self) -> int:
+        """Buffers of weights, as `chain_schedule.num_buffers`."""
+        return self.prefetch_depth + 1 + int(self.attends)
+
+
+class Bounded(NamedTuple):
+    """Candidates that differ in depth, attention and threads alone, and seconds that none of them goes below."""
+
+    seconds: float
+    candidate: ChainCandidate
+
+
+class Variant(NamedTuple):
+    """Formats of the weights, and how products take them."""
+
+    formats: Formats
+    products: tuple[Products, Products]
+    beaten: npt.NDArray[np.bool_]
+    """Batches for which another way is no slower in any step and takes no more memory."""
+
+
+class ChainDomain:
+    """The domain of a job on a machine."""
+
+    def __init__(
+        self, job: Job, machine: MachineProfile, disk: Disk, limits: Limits, quality: Quality, losses: LossTable | None = None
+    ) -> None:
+        self.job, self.model, self.limits, self.quality, self.losses = job, job.model, limits, quality, losses
+        self.pairs = tuple(self._pairs())
+        self.terms = ChainTerms(job, machine, disk, self.pairs, limits.threads)
+        self.memory = ChainMemory(job, machine, limits)
+        main = counting.main_format(self.model)
+        self.base_format = main if main in ("bf16", "fp16") else "fp16"
+        within_bounds = [fmt for fmt in SMALLEST[quality] if allowed(losses, quality, Part("kv", fmt))]
+        self.kv_formats = (self.base_format, *within_bounds[:1])
+        self.rows = np.array([min(size, job.num_prompts) for size, _ in self.pairs], dtype=np.float64)
+        self.block_rows = np.array([min(size * count, job.num_prompts) for size, count in self.pairs], dtype=np.float64)
+        self._placers: dict[Formats, WeightPlacer] = {}
+        self.placed = [t for t in self.model.tensors if t.is_matrix and (t.layer is not None or t.name == self.model.head.name)]
+        """Matrices whose homes cost time."""
+
+    def _pairs(self) -> Iterator[tuple[int, int]]:
+        num = self.job.num_prompts
+        fixed_size, fixed_count = self.limits.micro_batch, self.limits.num_micro_batches
+        for size in grid(num, num) if fixed_size is None else (min(fixed_size, num),):
+            most = -(-num // size)
+            yield from ((size, count) for count in (grid(most, MOST_MICRO_BATCHES) if fixed_count is None else (min(fixed_count, most),)))
+
+    def placer(self, formats: Formats) -> WeightPlacer:
+        """Of the weights in some formats."""
+        if formats not in self._placers:
+            self._placers[formats] = WeightPlacer(self.model, dict(formats))
+        return self._placers[formats]
+
+    # Formats
+
+    @cached_property
+    def formats(self) -> tuple[Formats, ...]:
+        """Every choice of formats by class, the stored ones first. An embedding table of its own costs no time, and is kept as stored
+        unless the host could be short of memory."""
+        classes: dict[TensorClass, list[tuple[str, tuple[int, ...]]]] = {}
+        head, table = self.model.head, self.model.embedding
+        outside = [head] if head.name == table.name or not self._host_may_bind else [head, table]
+        for tensor in self.model.tensors:
+            if tensor.is_matrix and (tensor.layer is not None or tensor.name in {t.name for t in outside}):
+                classes.setdefault(tensor.tensor_class, []).append((tensor.format, tensor.shape))
+        found = {name: self._allowed(set(tensors)) for name, tensors in classes.items()}
+        chosen = product(*([(name, None), *((name, fmt) for fmt in found[name])] for name in classes))
+        return tuple(tuple((name, fmt) for name, fmt in one if fmt is not None) for one in chosen)
+
+    def _allowed(self, tensors: set[tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
+        for fmt in SMALLEST[self.quality]:
+            if not allowed(self.losses, self.quality, Part("weights", fmt)):
+                continue
+            block, bits = format_of(fmt).block_elements, format_of(fmt).bits_per_element
+            if all(kept in FORMATS and shape[-1] % block == 0 and bits < format_of(kept).bits_per_element for kept, shape in tensors):
+                return (fmt,)
+        return ()
+
+    @cached_property
+    def _host_may_bind(self) -> bool:
+        largest = sum(counting.tensor_bytes(t) for t in self.model.tensors) * (1 + (max(DEPTHS) + 2))
+        kv = self.memory.kv_token_bytes(self.base_format) * float(self.block_rows.max())
+        hidden = self.memory.hidden_bytes(float(self.block_rows.max()))
+        room = min(self.memory.capacity["host"], self.memory.weights_capacity)
+        return bool(largest + kv + hidden + self.memory.machine.base_bytes > room)
+
+    def loss(self, candidate: ChainCandidate) -> float | None:
+        """The estimated loss of a candidate; None where it is unknown. Keys and values in 16 bits count as exact on a device."""
+        parts = [Part("weights", fmt) for fmt in sorted({fmt for _, fmt in candidate.formats})]
+        return loss_of(self.losses, *parts, *([Part("kv", candidate.kv_format)] if candidate.kv_format != self.base_format else []))
+
+    def widened(self, formats: Formats, products: tuple[Products, Products]) -> int:
+        """Elements of the 16-bit copy that widened weights take."""
+        return 0 if products == ("dequantizing", "dequantizing") else self.memory.widened(formats, True)
+
+    def _variants(self) -> Iterator[Variant]:
+        for formats in self.formats:
+            if not any(fmt in QUANTIZED for name, fmt in formats if name != "embedding" or self.model.tied_head):
+                yield Variant(formats, ("widen", "widen"), np.zeros(len(self.pairs), dtype=bool))
+                continue
+            slower = np.stack([self.terms.packed(formats, (way, way)) for way in PRODUCTS])
+            ways = {}
+            for phase, rows in enumerate((slice(0, 1), slice(1, None))):
+                widen = np.logical_and.reduceat((slower[0, rows] <= slower[1, rows]).all(axis=0), self.terms.starts)
+                fused = np.logical_and.reduceat((slower[1, rows] <= slower[0, rows]).all(axis=0), self.terms.starts)
+                ways[phase] = {"widen": fused & ~widen, "dequantizing": widen}
+            least_memory = ~ways[0]["dequantizing"] & ~ways[1]["dequantizing"]
+            for products in product(PRODUCTS, PRODUCTS):
+                beaten = ways[0][products[0]] | ways[1][products[1]] | least_memory
+                yield Variant(formats, products, np.zeros_like(beaten) if products == ("dequantizing", "dequantizing") else beaten)
+
+    # Bounds
+
+    def bounded(self) -> Iterator[Bounded]:
+        """All candidates that may fit, depth, attention and threads open, the smallest bound first; of equal bounds those that keep
+        everything as stored, then the smallest."""
+        variants = list(self._variants())
+        sizes = np.array([self.terms.sizes(formats).total for formats, _, _ in variants])
+        cells = [(kv_format, hidden) for kv_format in self.kv_formats for hidden in HIDDEN]
+        bounds = np.stack([self._bounds(variants, kv_format, hidden) for kv_format, hidden in cells])
+        lossy = np.logical_or.outer([kv_format != self.base_format for kv_format, _ in cells], [bool(one.formats) for one in variants])
+        fitting = np.nonzero(np.isfinite(bounds))
+        cell, variant, pair = fitting
+        seconds = bounds[fitting]
+        for place in np.lexsort((sizes[variant], lossy[cell, variant], seconds)):
+            formats, products, _ = variants[variant[place]]
+            kv_format, hidden = cells[cell[place]]
+            size, count = self.pairs[pair[place]]
+            candidate = ChainCandidate(size, count, formats, kv_format, hidden, products)
+            yield Bounded(float(seconds[place]), candidate)
+
+    def _bounds(self, variants: list[Variant], kv_format: str, hidden: Tier) -> Array:
+        """Variants × batches; infinite where they do not fit, or another way is no slower."""
+        shape = (len(variants), len(self.pairs))
+        others = {tier: np.array([[float(self.placer(f).other_bytes[tier])] for f, _, _ in variants]) for tier in HIDDEN}
+        widened = np.array([[float(self.widened(formats, products))] for formats, products, _ in variants])
+        left = self.memory.transients(self.rows, self.block_rows, hidden, kv_format, widened)
+        device = self.memory.capacity["device"] - sum(left.device.values()) - others["device"]
+        host = np.broadcast_to(self.memory.capacity["host"] - sum(left.host.values()) - others["host"], shape)
+        kv = np.broadcast_to(self.memory.kv_token_bytes(kv_format) * self.block_rows, shape)
+        weights = np.broadcast_to(np.array([[float(self.terms.sizes(formats).total)] for formats, _, _ in variants]), shape)
+        largest = np.broadcast_to(np.array([[self._largest(formats)] for formats, _, _ in variants]), shape)
+        granted = np.broadcast_to(self.memory.weights_capacity - self.memory.vectors - others["device"] - others["host"], shape)
+        fits = (device >= 0) & (host >= 0) & (granted >= 0) & (weights + kv <= device + host + self.memory.capacity["disk"])
+        fits &= ~np.stack([beaten for _, _, beaten in variants])
+        if not fits.any():
+            return np.full(shape, np.inf)
+        bounds = closed_form_s(
+            self.terms,
+            self.terms.steps(kv_format),
+            np.stack([self.terms.packed(formats, products) for formats, products, _ in variants]),
+            Amounts(weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted),
+            depth=max(DEPTHS),
+            hidden=hidden == "host",
+            read_rate=self.terms.read_rate(None),
+        )
+        return np.where(fits, bounds, np.inf)
+
+    def _largest(self, formats: Formats) -> float:
+        sizes = self.terms.sizes(formats)
+        return max(sizes.in_layers / self.model.num_layers, float(sizes.classes["head"]))
+
+    def open(self, candidate: ChainCandidate) -> Iterator[ChainCandidate]:
+        """Every depth, place of attention and assignment of threads for a candidate. Where the device alone attends, threads only read;
+        where everything may be on the device, no depth is better than another."""
+        rooms = self.rooms(candidate)
+        kv_bytes = self.kv_bytes(candidate)
+        everything_home = self.terms.sizes(candidate.formats).total + kv_bytes <= rooms["device"]
+        rates = [self.terms.read_rate(number) for number in range(len(self.terms.assignments))]
+        quickest = max(range(len(rates)), key=lambda number: rates[number])
+        depths = DEPTHS[:1] if everything_home else DEPTHS
+        for depth in depths:
+            yield replace(candidate, prefetch_depth=depth, attends=False, assignment=quickest)
+        shares = self.terms.attention_shares(candidate.num_micro_batches)
+        for number in _undominated(list(zip(rates, shares, strict=True))):
+            yield from (replace(candidate, prefetch_depth=depth, attends=True, assignment=number) for depth in depths if depth)
+
+    # Memory
+
+    def kv_bytes(self, candidate: ChainCandidate) -> float:
+        """Keys and values of the first block."""
+        rows = min(candidate.micro_batch * candidate.num_micro_batches, self.job.num_prompts)
+        return self.memory.kv_token_bytes(candidate.kv_format) * rows
+
+    def rooms(self, candidate: ChainCandidate) -> dict[Tier, float]:
+        """Bytes of each tier for homes and buffers of layers, head, and KV."""
+        rows = min(candidate.micro_batch, self.job.num_prompts)
+        block = min(candidate.micro_batch * candidate.num_micro_batches, self.job.num_prompts)
+        widened = self.widened(candidate.formats, candidate.products)
+        left = self.memory.transients(rows, block, candidate.hidden, candidate.kv_format, widened)
+        others = self.placer(candidate.formats).other_bytes
+        return {
+            "device": self.memory.capacity["device"] - sum(left.device.values()) - others["device"],
+            "host": self.memory.capacity["host"] - sum(left.host.values()) - others["host"],
+            "disk": float(self.memory.capacity["disk"]),
+        }
+
+    def weights_room(self, candidate: ChainCandidate) -> float:
+        """Bytes that the user's limit leaves for homes and buffers of layers and head."""
+        others = self.placer(candidate.formats).other_bytes
+        return self.memory.weights_capacity - self.memory.vectors - others["device"] - others["host"]
+
+    def weight_rooms(self, candidate: ChainCandidate, left: Mapping[Tier, float]) -> Rooms:
+        """What is left for weights where everything else leaves so much of each tier."""
+        disk = left["disk"] if self.terms.read_rate(candidate.assignment) else 0.0
+        return Rooms(left["device"], left["host"], disk, self.memory.weights_capacity - self.memory.vectors)
+
+    def choices(self, candidate: ChainCandidate) -> ChainChoices:
+        """The program's constants."""
+        kv_bytes, rooms = self.kv_bytes(candidate), self.rooms(candidate)
+        sizes = self.terms.sizes(candidate.formats)
+        buffers = 2 * candidate.slots * self._largest(candidate.formats) + 2 * BUFFERS * kv_bytes / self.model.num_layers
+        read_rate = self.terms.read_rate(candidate.assignment)
+        packed = self.terms.packed_of_pair(candidate.pair, candidate.formats, candidate.products)
+        in_products = [candidate.products[min(1, step.step)] == "dequantizing" for step in self.job.steps]
+        return ChainChoices(
+            sizes=sizes,
+            steps=self.terms.of_pair(candidate.pair, candidate.kv_format, candidate.hidden == "host", candidate.assignment),
+            packed_s=packed,
+            fused_s=np.where(np.resize(in_products, len(packed)), packed, 0.0),
+            num_layers=self.model.num_layers,
+            prefetch_depth=candidate.prefetch_depth,
+            slots=candidate.slots,
+            kv_bytes=kv_bytes,
+            kv_buffers=self.memory.kv_buffers(min(candidate.micro_batch, self.job.num_prompts), candidate.kv_format),
+            rooms=rooms,
+            weights_room=self.weights_room(candidate),
+            upload_bytes_per_s=self.terms.upload_rate,
+            read_bytes_per_s=read_rate,
+            contention=self.terms.contention,
+            attends=candidate.attends,
+            disk_kv=bool(read_rate) and sizes.total + kv_bytes + buffers > rooms["device"] + rooms["host"],
+        )
+
+
+def grid(total: int, most: int) -> tuple[int, ...]:
+    """2^i and 3·2^i up to `total` and `most`, and `total` cut into 1 to 4 equal parts, ascending."""
+    sizes = {factor << i for factor in (1, 3) for i in range(total.bit_length())}
+    sizes |= {-(-total // parts) for parts in range(1, 5)}
+    return tuple(sorted(size for size in sizes if size <= min(total, most)))
+
+
+def _undominated(pairs: list[tuple[float, float]]) -> Iterator[int]:
+    """Numbers of the pairs that no other exceeds or equals in both; of equal ones the first."""
+    for number, (first, second) in enumerate(pairs):
+        others = [pair for place, pair in enumerate(pairs) if pair != (first, second) or place < number]
+        if not any(a >= first and b >= second for a, b in others):
+            yield number
