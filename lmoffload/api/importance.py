@@ -24,7 +24,7 @@ WINDOW = 512
 LEAST_TOKENS = 64
 
 CALIBRATION_TOKENS = 1024
-"""A mean square needs few: SmolLM2's losses with 1,024 and 4,096 tokens are within 0.2 % of each other."""
+"""A mean square needs few: SmolLM2's int4 (groups of 64) loses 7.5 % with 1,024 tokens and 7.8 % with 4,096."""
 
 EXACT_KERNELS = KernelsPlan(prefill="widen_tiles", decode="fused_dot")
 """Kernels that round no activations and take every format."""

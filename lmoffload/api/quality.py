@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from lmoffload.jobs.sample import Sample
 
 DEFAULT_TOKENS = 2048
-"""Enough to rank formats; SmolLM2 takes about a minute on two cores."""
+"""Enough to rank formats; SmolLM2 takes about two minutes on two cores."""
 
 KERNELS_OF: dict[Activations, KernelsPlan] = {"fp32": EXACT_KERNELS, "int8": KernelsPlan(prefill="int8_dot", decode="int8_dot")}
 """Kernels that stand for all that round activations so."""
 
-KV_WINDOW, KV_DECODED = 256, 128
+KV_WINDOW, KV_DECODED = 256, 64
 """Keys and values lose where decode steps read what was kept: the last tokens of shorter windows are given one by one."""
 
 
