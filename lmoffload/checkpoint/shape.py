@@ -55,12 +55,21 @@ def model_shape(
         intermediate_size=geometry.sizes["intermediate"],
         vocab_size=geometry.sizes["vocab"],
         max_positions=geometry.max_positions,
+        rotary_follows_length=_rotary_follows_length(config),
         experts_per_token=geometry.experts_per_token,
         expert_size=geometry.sizes.get("expert", 0),
         layers=geometry.layers,
         tensors=tuple(tensors),
         tied_head=tied,
     )
+
+
+def _rotary_follows_length(config: Mapping[str, Any]) -> bool:
+    """Whether rotary frequencies follow the length of the sequence; Phi-3 has called it "su" and "yarn"."""
+    by_length = {"dynamic", "longrope", "su", *(("yarn",) if config.get("model_type") == "phi3" else ())}
+    scalings = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
+    kinds = [one.get("rope_type", one.get("type")) for one in scalings if isinstance(one, Mapping)]
+    return any(isinstance(kind, str) and kind in by_length for kind in kinds)
 
 
 def _templates(family: Family, geometry: Geometry) -> list[tuple[Template, int | None]]:

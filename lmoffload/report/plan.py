@@ -50,6 +50,8 @@ def work_of(workload: Workload) -> str:
 def _decisions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "work", work_of(plan.workload)
     yield "block", f"{format_number(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {format_number(plan.micro_batch, 'prompt')}"
+    if plan.prefill_chunk is not None:
+        yield "prompts", f"computed {format_number(plan.prefill_chunk, 'token')} of a micro-batch at a time"
     yield "weights", ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in plan.weights.bytes.items() if size)
     formats = sorted(set(plan.weights.format.values()))
     yield "stored as", ", ".join(formats)

@@ -77,6 +77,7 @@ def assemble(
         kernels=KernelsPlan(prefill=candidate.prefill_kernel, decode=candidate.decode_kernel),
         threads={"compute": candidate.threads, "disk_io": evaluator.io_threads},
         prefetch_depth=candidate.prefetch_depth,
+        prefill_chunk=candidate.prefill_chunk,
         stream=candidate.stream,
         predicted=predicted,
         binding=max(predicted.resources, key=lambda name: predicted.resources[name]),

@@ -23,6 +23,10 @@ MAX_BLOCK_SAMPLES = 6
 """Blocks priced where a job has more different ones."""
 
 
+CHUNK_MULTIPLE = 24
+"""Tokens by which a prompt is cut into chunks (`lmoffload.kernels.prefill.QUERY_BLOCK`)."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A sampled step of a block: 0 is the prefill, i the i-th decode step. It stands for `weight` steps."""
@@ -91,14 +95,15 @@ def blocks_of(lengths: Sequence[int], block_rows: int) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The micro-batches of a block in a phase: different sizes, padded as they are computed, and how many there are of each."""
+    """What is computed at once of a block in a phase, its micro-batches or their chunks: different sizes, padded as they are computed, and
+    how many there are of each."""
 
     tokens: Array
     counts: npt.NDArray[np.intp]
     rows: Array
-    """Sequences: what the output head computes."""
+    """Sequences that end in it: what the output head computes."""
     row_counts: npt.NDArray[np.intp]
-    num_batches: int
+    num_forwards: int
     total_tokens: float
     """Not padded."""
 
@@ -139,8 +144,10 @@ class JobCosts:
         self._tokens = _running(np.array(self.lengths, dtype=np.float64))
         self._attention = {step.step: [self._attention_sums(kind, step.step) for kind in self.kinds] for step in self.steps}
 
-    def sizes(self, block: Block, micro_batch: int, phase: Phase) -> BatchSizes:
-        """How large the micro-batches of a block are in a phase."""
+    def sizes(self, block: Block, micro_batch: int, phase: Phase, prefill_chunk: int | None = None) -> BatchSizes:
+        """How large the micro-batches of a block are in a phase, or their chunks where prompts are cut."""
+        if phase == "prefill" and prefill_chunk is not None:
+            return self._chunk_sizes(block, micro_batch, prefill_chunk)
         starts = np.arange(block.first_row, block.end_row, micro_batch)
         ends = np.minimum(starts + micro_batch, block.end_row)
         num_rows = (ends - starts).astype(np.float64)
@@ -148,6 +155,13 @@ class JobCosts:
         tokens, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
         rows, row_counts = np.unique(_padded(num_rows, counting.ROW_MULTIPLE), return_counts=True)
         return BatchSizes(tokens, counts, rows, row_counts, len(starts), float(exact.sum()))
+
+    def _chunk_sizes(self, block: Block, micro_batch: int, prefill_chunk: int) -> BatchSizes:
+        cuts = [prompt_chunks(self._tokens, first, end, prefill_chunk) for first, end in block.micro_batches(micro_batch)]
+        exact, ended = np.array([chunk for of_batch in cuts for chunk in of_batch], dtype=np.float64).T
+        tokens, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
+        rows, row_counts = np.unique(_padded(ended[ended > 0], counting.ROW_MULTIPLE), return_counts=True)
+        return BatchSizes(tokens, counts, rows, row_counts, len(exact), float(exact.sum()))
 
     def linear_seconds(self, sizes: BatchSizes, kernel: str) -> tuple[tuple[float, ...], ...]:
         """Per kind of layer, each linear layer of one layer over all micro-batches."""
@@ -167,16 +181,18 @@ class JobCosts:
 
     def piece_seconds(self, sizes: BatchSizes) -> float:
         """What one more switch of micro-batch within a layer or the head costs."""
-        return self.costs.machine.overheads.call_s(self.costs.compute_threads) * sizes.num_batches
+        return self.costs.machine.overheads.call_s(self.costs.compute_threads) * sizes.num_forwards
 
     def around_seconds(self, block: Block, sizes: BatchSizes) -> float:
         """What a step costs outside the layers and the head's product."""
         overheads = self.costs.machine.overheads
-        return overheads.step_s * sizes.num_batches + overheads.row_s * (block.end_row - block.first_row)
+        return overheads.step_s * sizes.num_forwards + overheads.row_s * (block.end_row - block.first_row)
 
-    def steps_seconds(self, block: Block, micro_batch: int, phase: Phase, kernel: str) -> tuple[StepSeconds, ...]:
+    def steps_seconds(
+        self, block: Block, micro_batch: int, phase: Phase, kernel: str, prefill_chunk: int | None = None
+    ) -> tuple[StepSeconds, ...]:
         """Seconds of each sampled step of a phase of a block, cut into micro-batches of `micro_batch` sequences."""
-        sizes = self.sizes(block, micro_batch, phase)
+        sizes = self.sizes(block, micro_batch, phase, prefill_chunk)
         linears = self.linear_seconds(sizes, kernel)
         head, piece, around = self.head_seconds(sizes, kernel), self.piece_seconds(sizes), self.around_seconds(block, sizes)
         lookup = self.costs.lookup_seconds(self.model, on_disk=True) * sizes.total_tokens
@@ -213,6 +229,25 @@ class JobCosts:
         else:
             seconds = self.costs.decode_attention_seconds(kind.shape, [length + step for length in lengths], self.kv_format)
         return _running(seconds[inverse])
+
+
+def prompt_chunks(tokens: Array, first_row: int, end_row: int, prefill_chunk: int) -> list[tuple[int, int]]:
+    """(tokens, sequences that end in it) of each chunk of a micro-batch's prompts, as the executor cuts them (`Plan.prefill_chunk`): filled
+    one after another, a prompt cut at whole blocks of `CHUNK_MULTIPLE` tokens.
+
+    Args:
+        tokens: running sum of the prompts' tokens, from 0.
+    """
+    most = max(prefill_chunk, CHUNK_MULTIPLE)
+    row, at, end = first_row, int(tokens[first_row]), int(tokens[end_row])
+    chunks: list[tuple[int, int]] = []
+    while at < end:
+        whole = min(int(np.searchsorted(tokens, at + most, side="right")) - 1, end_row)
+        goes_on = max(at, int(tokens[whole]))
+        rest = 0 if whole == end_row else (at + most - goes_on) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
+        chunks.append((goes_on + rest - at, whole - row))
+        row, at = whole, goes_on + rest
+    return chunks
 
 
 def _running(values: Array) -> Array:

@@ -8,7 +8,7 @@ holds of kernels and of formats of keys and values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import BatchSizes, Block
-from lmoffload_solver.candidate import Candidate, Domain
+from lmoffload_solver.candidate import Candidate, Cut, Domain
 from lmoffload_solver.costs import PHASES, Contention, Phase
 from lmoffload_solver.counting import Array
 from lmoffload_solver.prices import Prices
@@ -101,17 +101,19 @@ class Bounds:
         self.layers_of_kind = np.array([kinds.count(kind) for kind in distinct], dtype=np.float64)
         self.bytes = {(name, fmt): self._bytes(name, fmt) for name in self.classes for fmt in offered.weights[name]}
         self.head_class: TensorClass = self.model.head.tensor_class
+        self.stored_at_home = sum(self.bytes[name, None][2] for name in self.classes)
         matrices = sum(counting.num_linears(self.model, layer) for layer in range(self.model.num_layers))
         self.num_units: dict[Stream, int] = {"layer": self.model.num_layers, "matrix": matrices}
-        self.linears = cache(self._linears)
         self.rests = cache(self._rests)
         self.sizes = cache(self._sizes)
+        self._linears = cache(self._linear_seconds)
 
     def __iter__(self) -> Iterator[tuple[float, Candidate]]:
         """Every candidate that may fit and is not dominated, with its bound."""
         for threads in self.domain.threads:
             for size, count in self.domain.micro_batches:
-                yield from self._of_block(threads, size, count)
+                for cut, rooms in self._cuts(threads, size, count):
+                    yield from self._of_cut(cut, rooms)
 
     # Formats and kernels
 
@@ -136,12 +138,15 @@ class Bounds:
             stored,
         )
 
-    def _linears(self, threads: int, size: int, count: int, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
+    def linears(self, cut: Cut, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
         """Seconds of each class in a format, [blocks, kinds + head]."""
-        job = self.prices.job(threads, self.uniform[fmt])
-        found = {name: np.zeros((len(self._blocks(size, count)), len(self.layer_of_kind) + 1)) for name in self.classes}
-        for number, block in enumerate(self._blocks(size, count)):
-            sizes = self.sizes(threads, block, size, phase)
+        return self._linears(cut if phase == "prefill" else replace(cut, prefill_chunk=None), phase, fmt, kernel)
+
+    def _linear_seconds(self, cut: Cut, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
+        job = self.prices.job(cut.threads, self.uniform[fmt])
+        found = {name: np.zeros((len(self._blocks(cut)), len(self.layer_of_kind) + 1)) for name in self.classes}
+        for number, block in enumerate(self._blocks(cut)):
+            sizes = self.sizes(cut, block, phase)
             linears = job.linear_seconds(sizes, kernel)
             for place, layer in enumerate(self.layer_of_kind):
                 of_kind = linears[job.kind_of_layer[layer]]
@@ -150,45 +155,57 @@ class Bounds:
             found[self.head_class][number, -1] = job.head_seconds(sizes, kernel)
         return found
 
-    def _blocks(self, size: int, count: int) -> tuple[Block, ...]:
-        return self.prices.blocks(size * count)
+    def _blocks(self, cut: Cut) -> tuple[Block, ...]:
+        return self.prices.blocks(cut.block_rows)
 
-    def _sizes(self, threads: int, block: Block, size: int, phase: Phase) -> BatchSizes:
-        return self.prices.job(threads, EXACT).sizes(block, size, phase)
+    def _sizes(self, cut: Cut, block: Block, phase: Phase) -> BatchSizes:
+        return self.prices.job(cut.threads, EXACT).sizes(block, cut.micro_batch, phase, cut.prefill_chunk)
 
-    def _stored_kernels(self, threads: int, size: int, count: int, phase: Phase) -> list[str]:
-        known = self.prices.costs(threads).linear.kernels(counting.main_format(self.model))
-        times = {kernel: self.linears(threads, size, count, phase, None, kernel) for kernel in known}
+    def _stored_kernels(self, cut: Cut, phase: Phase) -> list[str]:
+        known = self.prices.costs(cut.threads).linear.kernels(counting.main_format(self.model))
+        times = {kernel: self.linears(cut, phase, None, kernel) for kernel in known}
         return _undominated({kernel: np.concatenate([a.ravel() for a in classes.values()]) for kernel, classes in times.items()})
 
-    def _quantized_kernels(self, threads: int, size: int, count: int, phase: Phase) -> list[str | None]:
+    def _quantized_kernels(self, cut: Cut, phase: Phase) -> list[str | None]:
         """Kernels for what is quantized; None alone where nothing is."""
-        linear = self.prices.costs(threads).linear
+        linear = self.prices.costs(cut.threads).linear
         known = dict.fromkeys(kernel for fmt in self.formats for kernel in linear.kernels(fmt))
         times = {}
         for kernel in known:
-            taken = [self._quantized(threads, size, count, phase, fmt, kernel) for fmt in self.formats]
+            taken = [self._quantized(cut, phase, fmt, kernel) for fmt in self.formats]
             times[kernel] = np.concatenate([a.ravel() for classes in taken for a in classes.values()])
         return list(_undominated(times)) or [None]
 
-    def _quantized(self, threads: int, size: int, count: int, phase: Phase, fmt: str, kernel: str | None) -> dict[TensorClass, Array]:
+    def _quantized(self, cut: Cut, phase: Phase, fmt: str, kernel: str | None) -> dict[TensorClass, Array]:
         """As `linears`; infinite where the kernel was not measured for the format, or may not be used with it."""
         assert kernel is not None
-        usable = kernel in self.prices.costs(threads).linear.kernels(fmt) and self.offered.takes(kernel, fmt)
-        found = self.linears(threads, size, count, phase, fmt, kernel)
+        usable = kernel in self.prices.costs(cut.threads).linear.kernels(fmt) and self.offered.takes(kernel, fmt)
+        found = self.linears(cut, phase, fmt, kernel)
         return found if usable else {name: np.full_like(seconds, np.inf) for name, seconds in found.items()}
 
-    # Candidates of a block
+    # Candidates of a cut
 
-    def _of_block(self, threads: int, size: int, count: int) -> Iterator[tuple[float, Candidate]]:
-        rooms = self._rooms(threads, size, count)
-        if not rooms:
-            return
-        stored = [self._stored_kernels(threads, size, count, phase) for phase in PHASES]
-        quantized = [self._quantized_kernels(threads, size, count, phase) for phase in PHASES]
-        kv_options = self._kv_options(threads, size, count, tuple(rooms))
+    def _cuts(self, threads: int, size: int, count: int) -> Iterator[tuple[Cut, dict[str, dict[Stream, int]]]]:
+        """The cuts into such blocks in which something fits, with their rooms: prompts whole, and in chunks where everything as stored does
+        not stay at home without, and they leave more room than any larger ones."""
+        most: dict[str, dict[Stream, int]] = {kv_format: dict.fromkeys(self.domain.streams, -1) for kv_format in self.offered.kv}
+        for chunk in self.domain.prefill_chunks:
+            if all(max(rooms.values()) >= self.stored_at_home for rooms in most.values()):
+                return
+            cut = Cut(threads, size, count, chunk)
+            found = self._rooms(cut)
+            if any(room > most[kv_format][stream] for kv_format, rooms in found.items() for stream, room in rooms.items()):
+                yield cut, found
+                for kv_format, rooms in found.items():
+                    most[kv_format] = {stream: max(room, most[kv_format][stream]) for stream, room in rooms.items()}
+
+    def _of_cut(self, cut: Cut, rooms: dict[str, dict[Stream, int]]) -> Iterator[tuple[float, Candidate]]:
+        stored = [self._stored_kernels(cut, phase) for phase in PHASES]
+        quantized = [self._quantized_kernels(cut, phase) for phase in PHASES]
+        kv_options = self._kv_options(cut, tuple(rooms))
+        size, count, chunk = cut.micro_batch, cut.num_micro_batches, cut.prefill_chunk
         for as_stored, packed in product(product(*stored), product(*quantized)):
-            options = [self._options(threads, size, count, name, as_stored, packed) for name in self.classes]
+            options = [self._options(cut, name, as_stored, packed) for name in self.classes]
             first = packed == (quantized[0][0], quantized[1][0])
             for chosen in product(*options):
                 lossy = tuple((name, option.format) for name, option in zip(self.classes, chosen, strict=True) if option.format is not None)
@@ -196,55 +213,58 @@ class Bounds:
                     continue
                 prefill, decode = (k if not lossy or q in (None, k) else f"{q}+{k}" for k, q in zip(as_stored, packed, strict=True))
                 for kv_format in kv_options:
-                    candidate = Candidate(size, count, threads, prefill, decode, 0, "layer", Variant(lossy, kv_format))
+                    candidate = Candidate(size, count, cut.threads, prefill, decode, 0, "layer", Variant(lossy, kv_format), chunk)
                     if self.offered.permits(candidate.variant, candidate.kernels):
-                        yield from self._bounded(candidate, chosen, rooms[kv_format])
+                        yield from self._bounded(cut, candidate, chosen, rooms[kv_format])
 
-    def _rooms(self, threads: int, size: int, count: int) -> dict[str, dict[Stream, int]]:
+    def _rooms(self, cut: Cut) -> dict[str, dict[Stream, int]]:
         """Bytes for matrices by format of keys and values, then by what streams; formats that leave nothing are left out."""
         found = {}
+        sizes = cut.micro_batch, cut.num_micro_batches, cut.threads
         for kv_format in self.offered.kv:
             rooms: dict[Stream, int] = {}
             for stream in self.domain.streams:
-                parts = self.prices.memory(kv_format).parts(size, count, threads, head_streams=False, layers_cut=stream == "matrix")
+                parts = self.prices.memory(kv_format).parts(
+                    *sizes, head_streams=False, layers_cut=stream == "matrix", prefill_chunk=cut.prefill_chunk
+                )
                 rooms[stream] = self.prices.within_weights(self.prices.capacity.memory_bytes - parts.total)
             if max(rooms.values()) >= 0:
                 found[kv_format] = rooms
         return found
 
-    def _kv_options(self, threads: int, size: int, count: int, known: Sequence[str]) -> list[str]:
+    def _kv_options(self, cut: Cut, known: Sequence[str]) -> list[str]:
         """Formats of keys and values that none of fewer bytes beats in every step."""
         kept: list[str] = []
-        times = {kv_format: self.rests(threads, size, count, kv_format) for kv_format in known}
+        times = {kv_format: self.rests(cut, kv_format) for kv_format in known}
         for kv_format in known:
-            rows = size * count
+            rows = cut.block_rows
             size_of = {other: self.prices.memory(other).kv_bytes(rows) for other in known}
             better = (o for o in known if o != kv_format and size_of[o] < size_of[kv_format] and (times[o] <= times[kv_format]).all())
             if next(better, None) is None:
                 kept.append(kv_format)
         return kept
 
-    def _rests(self, threads: int, size: int, count: int, kv_format: str) -> Array:
+    def _rests(self, cut: Cut, kv_format: str) -> Array:
         """What is no linear layer: [blocks, steps, kinds]."""
-        job = self.prices.job(threads, Variant((), kv_format))
+        job = self.prices.job(cut.threads, Variant((), kv_format))
         kinds = [job.kind_of_layer[layer] for layer in self.layer_of_kind]
         found = []
-        for block in self._blocks(size, count):
-            by_phase = {phase: self.sizes(threads, block, size, phase) for phase in PHASES}
+        for block in self._blocks(cut):
+            by_phase = {phase: self.sizes(cut, block, phase) for phase in PHASES}
             rests = [job.rest_seconds(block, by_phase["decode" if step.step else "prefill"], step.step) for step in job.steps]
             found.append([[of_step[kind] for kind in kinds] for of_step in rests])
         return np.array(found)
 
     def _options(
-        self, threads: int, size: int, count: int, name: TensorClass, stored: Sequence[str], packed: Sequence[str | None]
+        self, cut: Cut, name: TensorClass, stored: Sequence[str], packed: Sequence[str | None]
     ) -> list[_Option]:
         """The formats of a class under these kernels (one of each phase) that no other beats."""
         found: list[_Option] = []
         for fmt in self.offered.weights[name]:
             if fmt is None:
-                seconds = [self.linears(threads, size, count, phase, None, k)[name] for phase, k in zip(PHASES, stored, strict=True)]
+                seconds = [self.linears(cut, phase, None, k)[name] for phase, k in zip(PHASES, stored, strict=True)]
             else:
-                seconds = [self._quantized(threads, size, count, phase, fmt, k)[name] for phase, k in zip(PHASES, packed, strict=True)]
+                seconds = [self._quantized(cut, phase, fmt, k)[name] for phase, k in zip(PHASES, packed, strict=True)]
             option = _Option(fmt, *self.bytes[name, fmt], np.array(seconds))
             if np.isfinite(option.seconds).all():
                 found.append(option)
@@ -256,13 +276,15 @@ class Bounds:
                 kept = [*(other for other in kept if not other.no_better(option)), option]
         return kept
 
-    def _bounded(self, candidate: Candidate, chosen: Sequence[_Option], rooms: dict[Stream, int]) -> Iterator[tuple[float, Candidate]]:
+    def _bounded(
+        self, cut: Cut, candidate: Candidate, chosen: Sequence[_Option], rooms: dict[Stream, int]
+    ) -> Iterator[tuple[float, Candidate]]:
         depths = np.array(self.domain.depths, dtype=np.float64)
         costs = self.prices.costs(candidate.threads)
         per_kind = sum((option.per_kind for option in chosen), np.zeros(len(self.layer_of_kind)))
         head_bytes = next(o.stored for n, o in zip(self.classes, chosen, strict=True) if n == self.head_class)
         all_at_home = sum(option.aligned for option in chosen)
-        sums = self._sums(candidate, chosen)
+        sums = self._sums(cut, candidate, chosen)
         for stream in self.domain.streams:
             if stream == "matrix" and all_at_home <= rooms[stream]:
                 continue  # nothing streams
@@ -279,28 +301,27 @@ class Bounds:
                 if fit:
                     yield bound, candidate.streaming(stream, depth)
 
-    def _sums(self, candidate: Candidate, chosen: Sequence[_Option]) -> StepSums:
-        threads, size, count = candidate.threads, candidate.micro_batch, candidate.num_micro_batches
-        job = self.prices.job(threads, Variant((), candidate.variant.kv_format))
+    def _sums(self, cut: Cut, candidate: Candidate, chosen: Sequence[_Option]) -> StepSums:
+        job = self.prices.job(cut.threads, Variant((), candidate.variant.kv_format))
         seconds = sum((option.seconds for option in chosen), np.zeros_like(chosen[0].seconds))
-        rests = self.rests(threads, size, count, candidate.variant.kv_format)
+        rests = self.rests(cut, candidate.variant.kv_format)
         weight, compute, early, layer = [], [], [], []
-        for number, block in enumerate(self._blocks(size, count)):
+        for number, block in enumerate(self._blocks(cut)):
             for place, step in enumerate(job.steps):
                 phase: Phase = "decode" if step.step else "prefill"
                 linear = seconds[PHASES.index(phase), number]
                 layers = linear[:-1] + rests[number, place]
-                outside = self._outside(threads, size, count, number, phase)
+                outside = self._outside(cut, number, phase)
                 weight.append(block.count * step.weight)
                 compute.append(float(layers @ self.layers_of_kind) + float(linear[-1]) + outside)
                 early.append(float(step.step == 1 or (step.step == 0 and (number > 0 or block.count > 1))))
                 layer.append(float(layers.min()))
         return StepSums(np.array(weight), np.array(compute), np.array(early), np.array(layer))
 
-    def _outside(self, threads: int, size: int, count: int, number: int, phase: Phase) -> float:
+    def _outside(self, cut: Cut, number: int, phase: Phase) -> float:
         """What a step costs outside layers and the head's product, the head in one piece."""
-        job, block = self.prices.job(threads, EXACT), self._blocks(size, count)[number]
-        sizes = self.sizes(threads, block, size, phase)
+        job, block = self.prices.job(cut.threads, EXACT), self._blocks(cut)[number]
+        sizes = self.sizes(cut, block, phase)
         return job.piece_seconds(sizes) + job.around_seconds(block, sizes)
 
 

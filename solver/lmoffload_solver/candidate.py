@@ -13,6 +13,8 @@ from lmoffload_solver.workload import Limits, Workload
 
 MOST_PREFETCH = 4
 MOST_MICRO_BATCHES = 64
+PREFILL_CHUNKS = (2048, 512, 128)
+"""Tokens of a micro-batch's prompts that may be computed at once."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Candidate:
     prefetch_depth: int
     stream: Stream = "layer"
     variant: Variant = EXACT
+    prefill_chunk: int | None = None
 
     @property
     def block_rows(self) -> int:
@@ -43,13 +46,28 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a job is cut, and the threads that compute it."""
+
+    threads: int
+    micro_batch: int
+    num_micro_batches: int
+    prefill_chunk: int | None = None
+
+    @property
+    def block_rows(self) -> int:
+        return self.micro_batch * self.num_micro_batches
+
+
+@dataclass(frozen=True)
 class Domain:
     """What the search chooses from.
 
     Micro-batch: 2^i, 3·2^i, and the job cut into 1 to 4 equal parts. Number of micro-batches: 2^i, 3·2^i up to 64, and the job cut into 1
     to 4 equal blocks. Prefetch depth 0 to 4. Layers streamed whole or matrix by matrix. Every measured number of compute threads. Per
-    phase every measured kernel: one for the model's main stored format, one for what is quantized. Limits fix a choice. A block larger
-    than the job is the job. Which formats there are to choose from, `variants.Offered` says.
+    phase every measured kernel: one for the model's main stored format, one for what is quantized. Prompts whole, or in chunks of 2048, 512
+    or 128 tokens where the longest is longer, with which more memory is left for weights that would not all stay at home. Limits fix a
+    choice. A block larger than the job is the job. Which formats there are to choose from, `variants.Offered` says.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
@@ -57,6 +75,7 @@ class Domain:
     threads: tuple[int, ...]
     depths: tuple[int, ...]
     streams: tuple[Stream, ...] = ("layer", "matrix")
+    prefill_chunks: tuple[int | None, ...] = (None,)
 
     @staticmethod
     def of(model: ModelShape, machine: MachineProfile, workload: Workload, limits: Limits) -> Domain:
@@ -75,7 +94,9 @@ class Domain:
             fixed = limits.num_micro_batches
             counts = _sizes(most, MOST_MICRO_BATCHES) if fixed is None else (min(fixed, most),)
             pairs.extend((size, count) for count in counts)
-        return Domain(tuple(pairs), compute_choices(machine, formats, cores), tuple(range(MOST_PREFETCH + 1)))
+        cut = () if model.rotary_follows_length else (size for size in PREFILL_CHUNKS if size < workload.max_prompt_len)
+        threads, depths = compute_choices(machine, formats, cores), tuple(range(MOST_PREFETCH + 1))
+        return Domain(tuple(pairs), threads, depths, prefill_chunks=(None, *cut))
 
 
 def _sizes(total: int, most: int) -> tuple[int, ...]:

@@ -66,7 +66,8 @@ class Evaluator:
     def parts(self, candidate: Candidate, head_at_home: bool) -> Parts:
         """What else than the matrices takes memory."""
         sizes = candidate.micro_batch, candidate.num_micro_batches, candidate.threads
-        return self.memory.parts(*sizes, head_streams=not head_at_home, layers_cut=candidate.stream == "matrix")
+        cut = candidate.stream == "matrix"
+        return self.memory.parts(*sizes, head_streams=not head_at_home, layers_cut=cut, prefill_chunk=candidate.prefill_chunk)
 
     def job(self, threads: int) -> JobCosts:
         """Computing costs with a number of threads."""
@@ -209,12 +210,15 @@ class Evaluator:
         return StepWork(tuple(r * read_scale for r in reads), tuple(c * compute_scale for c in compute))
 
     def _steps_of(self, candidate: Candidate, block: Block) -> tuple[StepSeconds, ...]:
-        prefill = self.block_steps(candidate.threads, block, candidate.micro_batch, "prefill", candidate.prefill_kernel)
-        decode = self.block_steps(candidate.threads, block, candidate.micro_batch, "decode", candidate.decode_kernel)
+        threads, size = candidate.threads, candidate.micro_batch
+        prefill = self.block_steps(threads, block, size, "prefill", candidate.prefill_kernel, candidate.prefill_chunk)
+        decode = self.block_steps(threads, block, size, "decode", candidate.decode_kernel, None)
         return (*prefill, *decode)
 
-    def _block_steps(self, threads: int, block: Block, micro_batch: int, phase: Phase, kernel: str) -> tuple[StepSeconds, ...]:
-        return self.job(threads).steps_seconds(block, micro_batch, phase, kernel)
+    def _block_steps(
+        self, threads: int, block: Block, micro_batch: int, phase: Phase, kernel: str, prefill_chunk: int | None
+    ) -> tuple[StepSeconds, ...]:
+        return self.job(threads).steps_seconds(block, micro_batch, phase, kernel, prefill_chunk)
 
 
 def _classes(model: ModelShape, stream: Stream) -> tuple[WeightClass, ...]:

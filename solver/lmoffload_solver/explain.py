@@ -165,6 +165,7 @@ def candidate_of(model: ModelShape, plan: Plan) -> Candidate:
         plan.prefetch_depth,
         plan.stream,
         Variant(tuple(changed), plan.kv.format.key),
+        plan.prefill_chunk,
     )
 
 
@@ -175,6 +176,8 @@ def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candi
         yield "weights as stored", replace(candidate, variant=replace(variant, formats=()))
     if variant.kv_format != "fp32":
         yield "keys and values in fp32", replace(candidate, variant=replace(variant, kv_format="fp32"))
+    if candidate.prefill_chunk is not None:
+        yield "prompts whole", replace(candidate, prefill_chunk=None)
     if candidate.micro_batch > 1:
         yield "half the micro-batch", replace(candidate, micro_batch=candidate.micro_batch // 2)
     if candidate.num_micro_batches > 1:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lmoffload_solver import counting
-from lmoffload_solver.blocks import lengths_of
+from lmoffload_solver.blocks import CHUNK_MULTIPLE, lengths_of
 from lmoffload_solver.counting import ACTIVATION_BYTES
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
@@ -33,9 +33,6 @@ PACKING_BYTES = 2 * 2**20
 
 QUERY_BLOCK = 256
 """Queries whose scores one thread holds in the prefill, three copies (scores, exponentials, products)."""
-
-CHUNK_MULTIPLE = 24
-"""Tokens by which a prompt is cut into chunks (`lmoffload.kernels.prefill.QUERY_BLOCK`)."""
 
 GREENLET_BYTES = 64 * 2**10
 """Saved stack and frames of a suspended micro-batch."""

@@ -65,6 +65,8 @@ class ModelShape(Value):
     intermediate_size: int = Field(gt=0)
     vocab_size: int = Field(gt=0)
     max_positions: int | None = None
+    rotary_follows_length: bool = False
+    """A token's rotary embedding depends on its prompt's length, so that prompts are not cut (`Plan.prefill_chunk`)."""
     experts_per_token: int = Field(default=0, ge=0)
     """Experts that a token's router chooses in a layer of experts; 0 in a model without any."""
     expert_size: int = Field(default=0, ge=0)

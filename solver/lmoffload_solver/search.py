@@ -85,7 +85,7 @@ def solve(
     search = Search(prices, domain, offered(model, machine, domain.threads, workload.quality, losses), begin + limits.solve_s)
     best = search.run()
     if best is None and not search.cut_short:
-        return infeasible(search.evaluator(search.offered.narrowest), domain.micro_batches, domain.threads)
+        return infeasible(search.evaluator(search.offered.narrowest), domain)
     tokens = workload.num_prompts * workload.gen_len
     if best is None:
         return TimedOut(None, tokens / search.bound_s)
@@ -103,7 +103,8 @@ def _looser(prices: Prices, candidate: Candidate, quality: Quality, losses: Loss
     """What a looser class gives at least: with the plan's own batch and threads. None where the machine's profile knows none of it."""
     threads = (candidate.threads,)
     choices = offered(prices.model, prices.machine, threads, quality, losses)
-    domain = Domain(((candidate.micro_batch, candidate.num_micro_batches),), threads, tuple(range(MOST_PREFETCH + 1)))
+    pairs, chunks = ((candidate.micro_batch, candidate.num_micro_batches),), tuple(dict.fromkeys((None, candidate.prefill_chunk)))
+    domain = Domain(pairs, threads, tuple(range(MOST_PREFETCH + 1)), prefill_chunks=chunks)
     found = Search(prices, domain, choices, until).run()
     if found is None or not found.candidate.variant.lossy_parts:
         return None

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import product
 
-from lmoffload_solver.candidate import Candidate
+from lmoffload_solver.candidate import Candidate, Domain
 from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.outcome import Infeasible
 
 
-def infeasible(evaluator: Evaluator, micro_batches: Sequence[tuple[int, int]], threads: Sequence[int]) -> Infeasible:
+def infeasible(evaluator: Evaluator, domain: Domain) -> Infeasible:
     """Which capacity the plan that needs least lacks most of, and one sentence of advice."""
     options = []
     for stream, rounding in evaluator.roundings.items():
         placed = rounding.least()
-        for size, count in micro_batches:
-            candidate = Candidate(size, count, min(threads), "", "", 0, stream)
+        for (size, count), chunk in product(domain.micro_batches, domain.prefill_chunks):
+            candidate = Candidate(size, count, min(domain.threads), "", "", 0, stream, prefill_chunk=chunk)
             options.append((evaluator.parts(candidate, placed.head_at_home), placed))
     least, placement = min(options, key=lambda option: option[0].total + option[1].memory_bytes)
     least_weights = min(placed.memory_bytes for _, placed in options)

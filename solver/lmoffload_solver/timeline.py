@@ -94,7 +94,7 @@ class PlanCosts:
 
     def _steps_seconds(self, block: Block) -> tuple[StepSeconds, ...]:
         kernels, size = self.plan.kernels, self.plan.micro_batch
-        prefill = self.job.steps_seconds(block, size, "prefill", kernels.prefill)
+        prefill = self.job.steps_seconds(block, size, "prefill", kernels.prefill, self.plan.prefill_chunk)
         return (*prefill, *self.job.steps_seconds(block, size, "decode", kernels.decode))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,9 +12,12 @@ from lmoffload.executor import Engine, Request
 from lmoffload.executor.packing import pack_prompts
 from lmoffload.kernels.attention import prefill_attention
 from lmoffload.kernels.prefill import QUERY_BLOCK
+from lmoffload_solver.blocks import CHUNK_MULTIPLE, prompt_chunks
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.memory import JobMemory
-from lmoffload_solver.workload import Workload
+from lmoffload_solver.search import Optimal, solve
+from lmoffload_solver.workload import Limits, Workload
+from tests.cli.machines import machine
 from tests.executor.plans import make_plan
 from tests.executor.reference import prompts
 from tests.executor.test_exactness import _frozen as frozen
@@ -35,7 +39,26 @@ def test_chunks_change_nothing(tiny, family, kv, stream):
             found.append(([c.token_ids for c in done], engine.first_logits(texts), engine.score(texts[1:])))
     for tokens, logits, scores in found[1:]:
         assert tokens == found[0][0] and torch.equal(logits, found[0][1])
-        assert all(torch.equal(one, other) for one, other in zip(scores, found[0][2], strict=True))
+        for one, other in zip(scores, found[0][2], strict=True):
+            assert torch.equal(one.log_probabilities, other.log_probabilities) and torch.equal(one.likeliest, other.likeliest)
+
+
+def test_a_planned_chunk(tiny):
+    """With less memory than all prompts at once take, the planner cuts them; the tokens are those of the plan with all in memory."""
+    checkpoint = tiny("llama", num_layers=3)
+    texts = prompts(checkpoint.shape.vocab_size, (300, 290, 260))
+    work = Workload.of_lengths([len(text) for text in texts], 4)
+    plans, found = [], []
+    for missing in (0, 2**19):
+        limits = Limits(micro_batch=3, host_memory_bytes=plans[0].predicted.peak_bytes["host"] - missing if plans else None)
+        outcome = solve(checkpoint.shape, machine(), work, limits, model_fingerprint=checkpoint.fingerprint)
+        assert isinstance(outcome, Optimal)
+        plans.append(outcome.plan)
+        with Engine(checkpoint, outcome.plan) as engine:
+            done = engine.generate([Request(str(i), tuple(text), 4) for i, text in enumerate(texts)])
+            found.append([c.token_ids for c in done])
+    assert plans[0].prefill_chunk is None and plans[1].prefill_chunk is not None
+    assert found[0] == found[1]
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.one_of(st.none(), st.integers(1, 300)))
@@ -44,13 +67,17 @@ def test_pieces_are_the_prompts(lengths, chunk):
     packed = pack_prompts(range(len(lengths)), tokens, chunk, 4)
     pieces = [piece for one in packed for piece in one.pieces]
     assert [token for p in pieces for token in tokens[p.row][p.first : p.end]] == [token for row in tokens for token in row]
-    assert all(piece.first % QUERY_BLOCK == 0 for piece in pieces)
+    assert QUERY_BLOCK == CHUNK_MULTIPLE and all(piece.first % QUERY_BLOCK == 0 for piece in pieces)
     assert [piece.row for piece in pieces if piece.last] == list(range(len(lengths)))
     for one in packed:
         size = one.segments[-1][1]
         assert 0 < size <= (sum(lengths) if chunk is None else max(chunk, QUERY_BLOCK)) and len(one.token_ids) == -(-size // 4) * 4
         assert [one.token_ids[place] for place in one.newest] == [tokens[p.row][-1] for p in one.pieces if p.last]
     assert len(packed) == 1 or chunk is not None
+    if chunk is not None:  # the planner prices the same chunks
+        sums = np.cumsum([7, *lengths])
+        cut = [(one.segments[-1][1], len(one.newest)) for one in packed]
+        assert prompt_chunks(sums, 0, len(lengths), chunk) == cut
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -69,6 +96,7 @@ def test_attention_goes_on_at_a_block(window):
 def test_a_prompt_whose_embedding_follows_its_length_is_not_cut(tiny):
     rope = frozen({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0})
     checkpoint = tiny("llama", num_layers=1, rope_parameters=rope, max_position_embeddings=32)
+    assert checkpoint.shape.rotary_follows_length and not tiny("llama", num_layers=1).shape.rotary_follows_length
     plan = make_plan(checkpoint.shape, checkpoint.fingerprint).model_copy(update={"prefill_chunk": 24})
     with pytest.raises(StatedError, match="is not cut"):
         Engine(checkpoint, plan)

@@ -47,11 +47,11 @@ def test_blocks_stand_for_all(lengths: list[int], rows: int) -> None:
 
 def test_a_block_is_the_sum_of_its_micro_batches() -> None:
     machine = make_machine()
-    work = Workload(prompts=(PromptGroup(length=9, count=2), PromptGroup(length=4, count=3)), gen_len=3)
+    work = Workload(prompts=(PromptGroup(length=90, count=2), PromptGroup(length=4, count=3)), gen_len=3)
     job = JobCosts(make_model(windows=(None, 4)), work, MachineCosts(machine, DiskCosts(machine.disks[0], 2), 2))
     assert len(job.kinds) == 2
-    for phase in ("prefill", "decode"):
-        whole = job.steps_seconds(Block(0, 5, 1), 2, phase, "wide")
-        parts = [job.steps_seconds(Block(first, end, 1), 2, phase, "wide") for first, end in ((0, 2), (2, 4), (4, 5))]
+    for phase, chunk in (("prefill", None), ("prefill", 24), ("decode", None)):
+        whole = job.steps_seconds(Block(0, 5, 1), 2, phase, "wide", chunk)
+        parts = [job.steps_seconds(Block(first, end, 1), 2, phase, "wide", chunk) for first, end in ((0, 2), (2, 4), (4, 5))]
         for step, one in enumerate(whole):
             assert job.total(one, 3, True) == pytest.approx(sum(job.total(part[step], 3, True) for part in parts))

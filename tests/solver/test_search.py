@@ -20,7 +20,7 @@ from lmoffload_solver.candidate import Candidate, Domain
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.evaluate import Evaluator
-from lmoffload_solver.explain import candidate_of
+from lmoffload_solver.explain import candidate_of, explain
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
@@ -29,6 +29,7 @@ from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Program
 from lmoffload_solver.search import Infeasible, Optimal, TimedOut, solve
 from lmoffload_solver.simulate import step_ends
+from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.timeline import PlanCosts, block_timeline
 from lmoffload_solver.value import Quality, parse_value
 from lmoffload_solver.variants import Offered, Variant, offered
@@ -65,6 +66,14 @@ quantizing_machines = st.builds(
     formats=st.just(("fp32", "bf16", "int8", "int4-g32")),
     speeds=st.fixed_dictionaries({"int8": st.sampled_from([0.5, 1.0, 3.0]), "int4-g32": st.sampled_from([0.5, 1.0, 3.0])}),
     kv_formats=st.just(("fp32", "bf16")),
+)
+tight_machines = st.builds(
+    make_machine,
+    st.integers(8 * MIB, 16 * MIB),
+    disk_bytes_per_s=st.sampled_from([1e7, 1e8]),
+    flops_per_s=st.sampled_from([1e9, 1e10]),
+    base_bytes=st.just(BASE),
+    slowdowns=st.sampled_from([None, (1.05, 1.2)]),
 )
 works = st.builds(
     lambda groups, gen_len: Workload(prompts=tuple(PromptGroup(length=n, count=c) for n, c in groups), gen_len=gen_len),
@@ -139,6 +148,12 @@ def test_with_every_format_too(model: ModelShape, machine: MachineProfile, work:
     check_against_everything(model, machine, work.model_copy(update={"quality": quality}), limits)
 
 
+@settings(slow, max_examples=6)
+@given(models, tight_machines, st.builds(make_work, st.integers(1, 4), st.sampled_from([100, 300, 700]), st.integers(1, 6)))
+def test_with_prompts_in_chunks_too(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
+    check_against_everything(model, machine, work, Limits(threads=1))
+
+
 def check_against_everything(model: ModelShape, machine: MachineProfile, work: Workload, limits: Limits) -> None:
     """The search's plan is the best of all placements of all candidates, and every bound is one."""
     outcome = solve(model, machine, work, limits)
@@ -171,10 +186,10 @@ def every_candidate(prices: Prices, domain: Domain, choices: Offered) -> Iterato
         lossy = tuple((name, fmt) for name, fmt in zip(choices.weights, chosen, strict=True) if fmt is not None)
         evaluator = Evaluator(prices, Variant(lossy, kv_format))
         names = {f"{q}+{s}" for q in packed for s in stored} if lossy else stored
-        for threads, (size, count), prefill, decode, stream, depth in product(
-            domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths
+        for threads, (size, count), prefill, decode, stream, depth, chunk in product(
+            domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths, domain.prefill_chunks
         ):
-            yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant)
+            yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant, chunk)
 
 
 @slow
@@ -202,7 +217,12 @@ def test_a_plan_walked_task_by_task(
         model, machine, make_work(count, length, gen_len), Limits(micro_batch=3, num_micro_batches=7, weights_memory_share=share)
     )
     assume(isinstance(outcome, Optimal))
-    plan = outcome.plan
+    check_walk(model, machine, outcome.plan)
+
+
+def check_walk(model: ModelShape, machine: MachineProfile, plan: Plan) -> None:
+    """A plan of one block takes what its tasks take."""
+    gen_len = plan.workload.gen_len
     costs = PlanCosts(model, machine, plan, steps=(Step(0, 1.0), *decode_steps(gen_len)))
     ends = step_ends(block_timeline(costs))
     spans = np.diff(ends, prepend=0.0) * [step.weight for step in costs.steps]
@@ -223,6 +243,24 @@ def test_more_memory_is_never_slower_in_the_bound(model: ModelShape, machine: Ma
         for prices in (Prices(model, m, m.disks[0], work, Limits()),)
     )
     assert all(more[candidate] <= bound for candidate, bound in here.items())
+
+
+def test_prompts_are_cut_where_memory_is_short() -> None:
+    """Two prompts of 1,000 tokens: the temporaries of a layer over both leave no room for what otherwise stays at home."""
+    model, work = make_model(8, 256, 512), make_work(2, 1000, 4)
+    short, ample = make_machine(48 * MIB, base_bytes=BASE, disk_bytes_per_s=2e7), make_machine(base_bytes=BASE, disk_bytes_per_s=2e7)
+    limits = Limits(micro_batch=1, num_micro_batches=2)
+    outcome, whole = solve(model, short, work, limits), solve(model, ample, work, limits)
+    assert isinstance(outcome, Optimal) and isinstance(whole, Optimal)
+    assert outcome.plan.prefill_chunk is not None and whole.plan.prefill_chunk is None
+    check_plan(model, outcome.plan)
+    told = {other.change: other.tokens_per_s or 0.0 for other in explain(model, short, outcome.plan).alternatives}
+    assert told["prompts whole"] < outcome.plan.predicted.tokens_per_s
+    fixed = model.model_copy(update={"rotary_follows_length": True})
+    uncut = solve(fixed, short, work, limits)
+    assert isinstance(uncut, Optimal) and uncut.plan.prefill_chunk is None
+    assert uncut.plan.predicted.total_s > outcome.plan.predicted.total_s
+    check_walk(model, short, outcome.plan)
 
 
 def test_choices_follow_the_machine() -> None:
