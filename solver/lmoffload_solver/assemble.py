@@ -8,6 +8,7 @@ from lmoffload_solver import counting
 from lmoffload_solver.candidate import Candidate
 from lmoffload_solver.costs import COMPUTE_RESOURCE, READ_RESOURCE
 from lmoffload_solver.evaluate import Evaluator, Simulated
+from lmoffload_solver.kv_homes import layers_on_disk
 from lmoffload_solver.loss import LossTable
 from lmoffload_solver.plan import (
     AttentionPlace,
@@ -50,7 +51,8 @@ def assemble(
 ) -> Plan:
     """The plan of a candidate and its placement."""
     model, workload, candidate = evaluator.model, evaluator.workload, found.candidate
-    near: Tier = evaluator.tiers[0]
+    near, far = evaluator.tiers[0], evaluator.tiers[1]
+    on_disk = layers_on_disk(model.num_layers, candidate.kv_on_disk)
     tensors = evaluator.roundings[candidate.stream].tensors(found.placement)
     predicted = _predicted(evaluator, found, tensors)
     tokens = workload.num_prompts * workload.gen_len
@@ -70,8 +72,12 @@ def assemble(
         weights=_weights(evaluator, tensors),
         kv=KVPlan(
             format=KVFormat(key=candidate.variant.kv_format, value=candidate.variant.kv_format),
-            bytes={near: evaluator.memory.kv_bytes(candidate.block_rows)},
-            homes=tuple((layer, batch, near) for layer in range(model.num_layers) for batch in range(candidate.num_micro_batches)),
+            bytes=_kv_bytes(evaluator, candidate),
+            homes=tuple(
+                (layer, batch, far if layer in on_disk else near)
+                for layer in range(model.num_layers)
+                for batch in range(candidate.num_micro_batches)
+            ),
         ),
         hidden=HiddenPlan(tier=near),
         kernels=KernelsPlan(prefill=candidate.prefill_kernel, decode=candidate.decode_kernel),
@@ -97,6 +103,15 @@ def _unused_quality(workload: Workload, candidate: Candidate) -> tuple[str, ...]
     return (f"Quality {workload.quality} is allowed, and nothing it allows would be quicker by this machine's profile: the plan is exact.",)
 
 
+def _kv_bytes(evaluator: Evaluator, candidate: Candidate) -> dict[Tier, int]:
+    """Of the first block, staging buffers included, by tier."""
+    kv, size, rows = evaluator.memory.kv, candidate.micro_batch, candidate.block_rows
+    sizes: dict[Tier, int] = {evaluator.tiers[0]: kv.host_bytes(size, rows, candidate.kv_on_disk)}
+    if candidate.kv_on_disk:
+        sizes[evaluator.tiers[1]] = kv.disk_bytes(size, rows, candidate.kv_on_disk)
+    return sizes
+
+
 def peak_bytes(evaluator: Evaluator, candidate: Candidate, placement: Placement) -> int:
     """Bytes of the compute tier at the peak."""
     return evaluator.parts(candidate, placement.head_at_home).total + placement.memory_bytes
@@ -107,10 +122,13 @@ def _predicted(evaluator: Evaluator, found: Found, tensors: dict[str, TensorPlan
     tokens = workload.num_prompts * workload.gen_len
     near, far = evaluator.tiers[0], evaluator.tiers[1]
     on_disk = sum(counting.tensor_bytes(evaluator.model.by_name[name]) for name, t in tensors.items() if t.tier == far)
+    on_disk += _kv_bytes(evaluator, found.candidate).get(far, 0)
     resources: dict[Resource, float] = {
         READ_RESOURCE[far]: simulated.prefill_busy[0] + simulated.decode_busy[0],
         COMPUTE_RESOURCE[near]: simulated.prefill_busy[1] + simulated.decode_busy[1],
     }
+    if found.candidate.kv_on_disk:
+        resources["disk_write"] = simulated.prefill_busy[2] + simulated.decode_busy[2]
     later = tokens - workload.num_prompts
     return Predicted(
         prefill_s=simulated.prefill_s,

@@ -25,6 +25,9 @@ from lmoffload_solver.schedule import aligned_bytes, largest_read
 from lmoffload_solver.value import TensorClass
 from lmoffload_solver.variants import EXACT, Offered, Variant, placed_classes
 
+Homes = tuple[Stream, int]
+"""What streams at once, and of how many layers keys and values are on the disk."""
+
 
 @dataclass(frozen=True)
 class StepSums:
@@ -37,6 +40,10 @@ class StepSums:
     """1 where units in the ring buffers may have been read before the step begins, while a longer step computed; else 0."""
     layer: Array
     """The quickest layer; 0 where layers are cut."""
+    load: Array
+    """Loading of keys and values on the disk, at least."""
+    store: Array
+    """Storing of them, at least."""
 
 
 def streaming_bound_s(
@@ -56,11 +63,13 @@ def reading_bound_s(sums: StepSums, slow: Contention, depths: Array, read_s: Arr
         layers: layers that stream, at least.
     """
     reading = read_s[:, None] - early_s[:, None] * sums.early
-    ahead = np.maximum(
-        reading + sums.compute * (slow.compute * (1 - 1 / slow.read)), sums.compute + reading * (slow.read * (1 - 1 / slow.compute))
-    )
-    serial = reading + layers[:, None] * sums.layer
-    return np.asarray(np.maximum(sums.compute, np.where((depths > 0)[:, None], ahead, serial)) @ sums.weight)
+    both = reading + sums.load
+    slowed = both + sums.compute * (slow.compute * (1 - 1 / slow.read)), sums.compute + both * (slow.read * (1 - 1 / slow.compute))
+    ahead = np.maximum(*slowed)
+    serial = np.maximum(both, reading + layers[:, None] * sums.layer)
+    overlapped = np.maximum(serial, ahead) if sums.load.any() else serial
+    computing = np.maximum(sums.compute, sums.store)
+    return np.asarray(np.maximum(computing, np.where((depths > 0)[:, None], ahead, overlapped)) @ sums.weight)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,7 @@ class Bounds:
         self.rests = cache(self._rests)
         self.sizes = cache(self._sizes)
         self._linears = cache(self._linear_seconds)
+        self.transfers = cache(lambda blocks, steps, size, fmt, on_disk: prices.transfers(fmt).least(blocks, steps, size, on_disk))
 
     def __iter__(self) -> Iterator[tuple[float, Candidate]]:
         """Every candidate that may fit and is not dominated, with its bound."""
@@ -185,24 +195,28 @@ class Bounds:
 
     # Candidates of a cut
 
-    def _cuts(self, threads: int, size: int, count: int) -> Iterator[tuple[Cut, dict[str, dict[Stream, int]]]]:
+    def _cuts(self, threads: int, size: int, count: int) -> Iterator[tuple[Cut, dict[str, dict[Homes, int]]]]:
         """The cuts into such blocks in which something fits, with their rooms: prompts whole, and in chunks where everything as stored does
         not stay at home without, and they leave more room than any larger ones."""
-        most: dict[str, dict[Stream, int]] = {kv_format: dict.fromkeys(self.domain.streams, -1) for kv_format in self.offered.kv}
+        most: dict[str, dict[Homes, int]] = {kv_format: {} for kv_format in self.offered.kv}
         for chunk in self.domain.prefill_chunks:
-            if all(max(rooms.values()) >= self.stored_at_home for rooms in most.values()):
+            if all(self._roomy(rooms) for rooms in most.values()):
                 return
             cut = Cut(threads, size, count, chunk)
             found = self._rooms(cut)
-            if any(room > most[kv_format][stream] for kv_format, rooms in found.items() for stream, room in rooms.items()):
+            if any(room > most[kv_format].get(homes, -1) for kv_format, rooms in found.items() for homes, room in rooms.items()):
                 yield cut, found
                 for kv_format, rooms in found.items():
-                    most[kv_format] = {stream: max(room, most[kv_format][stream]) for stream, room in rooms.items()}
+                    most[kv_format] |= {homes: max(room, most[kv_format].get(homes, -1)) for homes, room in rooms.items()}
 
-    def _of_cut(self, cut: Cut, rooms: dict[str, dict[Stream, int]]) -> Iterator[tuple[float, Candidate]]:
+    def _roomy(self, rooms: dict[Homes, int]) -> bool:
+        """Whether everything as stored stays at home with all keys and values in memory."""
+        return max((room for (_, on_disk), room in rooms.items() if not on_disk), default=-1) >= self.stored_at_home
+
+    def _of_cut(self, cut: Cut, rooms: dict[str, dict[Homes, int]]) -> Iterator[tuple[float, Candidate]]:
         stored = [self._stored_kernels(cut, phase) for phase in PHASES]
         quantized = [self._quantized_kernels(cut, phase) for phase in PHASES]
-        kv_options = self._kv_options(cut, tuple(rooms))
+        kv_options = self._kv_options(cut, rooms)
         size, count, chunk = cut.micro_batch, cut.num_micro_batches, cut.prefill_chunk
         for as_stored, packed in product(product(*stored), product(*quantized)):
             options = [self._options(cut, name, as_stored, packed) for name in self.classes]
@@ -217,30 +231,35 @@ class Bounds:
                     if self.offered.permits(candidate.variant, candidate.kernels):
                         yield from self._bounded(cut, candidate, chosen, rooms[kv_format])
 
-    def _rooms(self, cut: Cut) -> dict[str, dict[Stream, int]]:
-        """Bytes for matrices by format of keys and values, then by what streams; formats that leave nothing are left out."""
+    def _rooms(self, cut: Cut) -> dict[str, dict[Homes, int]]:
+        """Bytes for matrices by format of keys and values, then by homes; formats that leave nothing are left out."""
         found = {}
-        sizes = cut.micro_batch, cut.num_micro_batches, cut.threads
+        size, rows = cut.micro_batch, cut.block_rows
         for kv_format in self.offered.kv:
-            rooms: dict[Stream, int] = {}
+            rooms: dict[Homes, int] = {}
+            memory = self.prices.memory(kv_format)
             for stream in self.domain.streams:
-                parts = self.prices.memory(kv_format).parts(
-                    *sizes, head_streams=False, layers_cut=stream == "matrix", prefill_chunk=cut.prefill_chunk
-                )
-                rooms[stream] = self.prices.within_weights(self.prices.capacity.memory_bytes - parts.total)
+                sizes, chunk = (size, cut.num_micro_batches, cut.threads), cut.prefill_chunk
+                parts = memory.parts(*sizes, head_streams=False, layers_cut=stream == "matrix", prefill_chunk=chunk)
+                room = self.prices.capacity.memory_bytes - parts.total
+                rooms[stream, 0] = self.prices.within_weights(room)
+                for on_disk in self.domain.kv_on_disk[1:] if stream == "layer" and not self._roomy(rooms) else ():
+                    if memory.kv.disk_bytes(size, rows, on_disk) <= self.prices.capacity.disk_bytes:
+                        freed = memory.kv.host_bytes(size, rows, 0) - memory.kv.host_bytes(size, rows, on_disk)
+                        rooms[stream, on_disk] = self.prices.within_weights(room + freed)
             if max(rooms.values()) >= 0:
                 found[kv_format] = rooms
         return found
 
-    def _kv_options(self, cut: Cut, known: Sequence[str]) -> list[str]:
+    def _kv_options(self, cut: Cut, known: dict[str, dict[Homes, int]]) -> list[str]:
         """Formats of keys and values that none of fewer bytes beats in every step."""
         kept: list[str] = []
         times = {kv_format: self.rests(cut, kv_format) for kv_format in known}
+        sizes = {kv_format: self.prices.memory(kv_format).kv.host_bytes(cut.micro_batch, cut.block_rows, 0) for kv_format in known}
+        pages = {kv_format: [counting.changed_pages(layer, kv_format) for layer in self.model.layers] for kv_format in known}
         for kv_format in known:
-            rows = cut.block_rows
-            size_of = {other: self.prices.memory(other).kv_bytes(rows) for other in known}
-            better = (o for o in known if o != kv_format and size_of[o] < size_of[kv_format] and (times[o] <= times[kv_format]).all())
-            if next(better, None) is None:
+            smaller = (other for other in known if sizes[other] < sizes[kv_format] and (times[other] <= times[kv_format]).all())
+            if not any(pages[other] <= pages[kv_format] or self._roomy(known[other]) for other in smaller):
                 kept.append(kv_format)
         return kept
 
@@ -277,7 +296,7 @@ class Bounds:
         return kept
 
     def _bounded(
-        self, cut: Cut, candidate: Candidate, chosen: Sequence[_Option], rooms: dict[Stream, int]
+        self, cut: Cut, candidate: Candidate, chosen: Sequence[_Option], rooms: dict[Homes, int]
     ) -> Iterator[tuple[float, Candidate]]:
         depths = np.array(self.domain.depths, dtype=np.float64)
         costs = self.prices.costs(candidate.threads)
@@ -285,21 +304,30 @@ class Bounds:
         head_bytes = next(o.stored for n, o in zip(self.classes, chosen, strict=True) if n == self.head_class)
         all_at_home = sum(option.aligned for option in chosen)
         sums = self._sums(cut, candidate, chosen)
-        for stream in self.domain.streams:
-            if stream == "matrix" and all_at_home <= rooms[stream]:
-                continue  # nothing streams
-            total = float(per_kind @ self.layers_of_kind) + head_bytes
-            least = least_streamed(total, head_bytes, self.num_units[stream], rooms[stream], depths)
+        total = float(per_kind @ self.layers_of_kind) + head_bytes
+        for (stream, on_disk), room in rooms.items():
+            smaller = [rooms["layer", fewer] for fewer in self.domain.kv_on_disk if fewer < on_disk and ("layer", fewer) in rooms]
+            if (stream == "matrix" and all_at_home <= room) or any(all_at_home <= other for other in smaller):
+                continue  # nothing streams, or it need not for less
+            least = least_streamed(total, head_bytes, self.num_units[stream], room, depths)
             fits = np.isfinite(least)
             if not fits.any():
                 continue
             largest = float(per_kind.max()) if stream == "layer" else max(option.largest for option in chosen)
-            of_stream = sums if stream == "layer" else StepSums(sums.weight, sums.compute, sums.early, np.zeros_like(sums.layer))
+            of_stream = self._staged(sums, cut, candidate, on_disk) if stream == "layer" else replace(sums, layer=np.zeros_like(sums.layer))
             rate = costs.disk.best_rate(largest_read(largest, head_bytes))
             bounds = streaming_bound_s(of_stream, costs.contention, rate, largest, head_bytes, depths, np.where(fits, least, 0.0))
             for depth, bound, fit in zip(self.domain.depths, bounds.tolist(), fits.tolist(), strict=True):
                 if fit:
-                    yield bound, candidate.streaming(stream, depth)
+                    yield bound, candidate.streaming(stream, depth, on_disk)
+
+    def _staged(self, sums: StepSums, cut: Cut, candidate: Candidate, on_disk: int) -> StepSums:
+        """The same with keys and values of some layers on the disk."""
+        if not on_disk:
+            return sums
+        steps = self.prices.job(cut.threads, EXACT).steps
+        load, store = self.transfers(self._blocks(cut), steps, cut.micro_batch, candidate.variant.kv_format, on_disk)
+        return replace(sums, load=load, store=store)
 
     def _sums(self, cut: Cut, candidate: Candidate, chosen: Sequence[_Option]) -> StepSums:
         job = self.prices.job(cut.threads, Variant((), candidate.variant.kv_format))
@@ -316,7 +344,8 @@ class Bounds:
                 compute.append(float(layers @ self.layers_of_kind) + float(linear[-1]) + outside)
                 early.append(float(step.step == 1 or (step.step == 0 and (number > 0 or block.count > 1))))
                 layer.append(float(layers.min()))
-        return StepSums(np.array(weight), np.array(compute), np.array(early), np.array(layer))
+        none = np.zeros(len(weight))
+        return StepSums(np.array(weight), np.array(compute), np.array(early), np.array(layer), none, none)
 
     def _outside(self, cut: Cut, number: int, phase: Phase) -> float:
         """What a step costs outside layers and the head's product, the head in one piece."""

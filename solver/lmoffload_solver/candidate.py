@@ -13,6 +13,8 @@ from lmoffload_solver.workload import Limits, Workload
 
 MOST_PREFETCH = 4
 MOST_MICRO_BATCHES = 64
+KV_SHARES = 2
+"""Keys and values of so many equal shares of the layers may be on the disk."""
 PREFILL_CHUNKS = (2048, 512, 128)
 """Tokens of a micro-batch's prompts that may be computed at once."""
 
@@ -30,6 +32,8 @@ class Candidate:
     stream: Stream = "layer"
     variant: Variant = EXACT
     prefill_chunk: int | None = None
+    kv_on_disk: int = 0
+    """Layers whose keys and values are at home on the disk, those of all micro-batches (`kv_homes.layers_on_disk`)."""
 
     @property
     def block_rows(self) -> int:
@@ -40,9 +44,9 @@ class Candidate:
         """Every kernel named."""
         return (*self.prefill_kernel.split("+"), *self.decode_kernel.split("+"))
 
-    def streaming(self, stream: Stream, prefetch_depth: int) -> Candidate:
+    def streaming(self, stream: Stream, prefetch_depth: int, kv_on_disk: int) -> Candidate:
         """The same with another way to stream."""
-        return replace(self, stream=stream, prefetch_depth=prefetch_depth)
+        return replace(self, stream=stream, prefetch_depth=prefetch_depth, kv_on_disk=kv_on_disk)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,9 @@ class Domain:
     Micro-batch: 2^i, 3·2^i, and the job cut into 1 to 4 equal parts. Number of micro-batches: 2^i, 3·2^i up to 64, and the job cut into 1
     to 4 equal blocks. Prefetch depth 0 to 4. Layers streamed whole or matrix by matrix. Every measured number of compute threads. Per
     phase every measured kernel: one for the model's main stored format, one for what is quantized. Prompts whole, or in chunks of 2048, 512
-    or 128 tokens where the longest is longer, with which more memory is left for weights that would not all stay at home. Limits fix a
-    choice. A block larger than the job is the job. Which formats there are to choose from, `variants.Offered` says.
+    or 128 tokens where the longest is longer, with which more memory is left for weights that would not all stay at home; for the same
+    reason keys and values of half or all of the layers on the disk, where layers stream whole. Limits fix a choice.
+    A block larger than the job is the job. Which formats there are to choose from, `variants.Offered` says.
     """
 
     micro_batches: tuple[tuple[int, int], ...]
@@ -76,6 +81,8 @@ class Domain:
     depths: tuple[int, ...]
     streams: tuple[Stream, ...] = ("layer", "matrix")
     prefill_chunks: tuple[int | None, ...] = (None,)
+    kv_on_disk: tuple[int, ...] = (0,)
+    """Ascending, 0 first."""
 
     @staticmethod
     def of(model: ModelShape, machine: MachineProfile, workload: Workload, limits: Limits) -> Domain:
@@ -95,8 +102,9 @@ class Domain:
             counts = _sizes(most, MOST_MICRO_BATCHES) if fixed is None else (min(fixed, most),)
             pairs.extend((size, count) for count in counts)
         cut = () if model.rotary_follows_length else (size for size in PREFILL_CHUNKS if size < workload.max_prompt_len)
+        counts = tuple(sorted({share * model.num_layers // KV_SHARES for share in range(KV_SHARES + 1)}))
         threads, depths = compute_choices(machine, formats, cores), tuple(range(MOST_PREFETCH + 1))
-        return Domain(tuple(pairs), threads, depths, prefill_chunks=(None, *cut))
+        return Domain(tuple(pairs), threads, depths, prefill_chunks=(None, *cut), kv_on_disk=counts)
 
 
 def _sizes(total: int, most: int) -> tuple[int, ...]:

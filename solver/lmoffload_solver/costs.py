@@ -163,11 +163,16 @@ class LinearCosts:
 
 
 class DiskCosts:
-    """Prices of reading from a disk with at most `io_threads` requests in flight."""
+    """Prices of reading from and writing to a disk with at most `io_threads` requests in flight."""
 
     def __init__(self, disk: Disk, io_threads: int) -> None:
         self.io_threads = io_threads
         self._read = {curve.threads: curve.bytes_per_s for curve in disk.read if curve.threads <= io_threads}
+        self._written = [rate for curve in disk.write for rate in curve.bytes_per_s.y]
+
+    def write_seconds(self, num_bytes: int) -> float:
+        """Seconds to write at the best rate that was measured, or that of reading where none was."""
+        return num_bytes / max(self._written, default=self.best_rate(READ_REQUEST_BYTES))
 
     def read_seconds(self, num_bytes: int, num_requests: int) -> float:
         """Seconds to read a unit's `num_bytes` from disk in `num_requests` requests of about equal size: bytes / rate(size, in flight),

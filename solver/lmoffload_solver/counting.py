@@ -157,19 +157,33 @@ def num_lines(channels: int) -> int:
 
 def layer_kv_bytes(layer: LayerShape, tokens: int, key_format: str = "fp32", value_format: str = "fp32") -> int:
     """Bytes of one sequence's keys and values at a layer, with room for `tokens` tokens."""
-    key = key_head_bytes(layer.key_dim, key_room(layer, tokens, key_format), key_format)
-    return layer.num_kv_heads * (key + kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format))
+    value = layer.num_kv_heads * kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format)
+    return layer_key_bytes(layer, tokens, key_format) + value
+
+
+def layer_key_bytes(layer: LayerShape, tokens: int, key_format: str = "fp32") -> int:
+    """Of them the keys."""
+    return layer.num_kv_heads * key_head_bytes(layer.key_dim, key_room(layer, tokens, key_format), key_format)
 
 
 def spilled(layer: LayerShape, row_tokens: Sequence[int], key_format: str = "fp32", value_format: str = "fp32") -> Spilled:
     """Keys and values of a micro-batch at a layer as they lie on the disk, keys and values each in whole pages. A new token touches a page
     of each head's keys and of its values, of quantized ones a page of codes and one of parameters for every 32 channels."""
-    heads, rooms = layer.num_kv_heads, [key_room(layer, tokens, key_format) for tokens in row_tokens]
-    key = sum(heads * key_head_bytes(layer.key_dim, room, key_format) for room in rooms)
-    value = sum(heads * kv_tokens(layer, tokens) * value_token_bytes(layer.value_dim, value_format) for tokens in row_tokens)
+    key = sum(layer_key_bytes(layer, tokens, key_format) for tokens in row_tokens)
+    both = sum(layer_kv_bytes(layer, tokens, key_format, value_format) for tokens in row_tokens)
+    return spilled_bytes(layer, key, both - key, len(row_tokens), value_format)
+
+
+def spilled_bytes(layer: LayerShape, key: int, value: int, num_rows: int, value_format: str) -> Spilled:
+    """The same from the bytes of all keys and of all values."""
     size = whole_pages(key) + whole_pages(value)
-    pages = 1 + (2 * num_lines(layer.value_dim) if value_format in KV_LINE_BYTES else 1)
-    return Spilled(size, min(size, len(row_tokens) * heads * pages * (PAGE_BYTES + STORE_GAP_BYTES)))
+    pages = changed_pages(layer, value_format)
+    return Spilled(size, min(size, num_rows * layer.num_kv_heads * pages * (PAGE_BYTES + STORE_GAP_BYTES)))
+
+
+def changed_pages(layer: LayerShape, value_format: str) -> int:
+    """Pages of a head's keys and values that a new token touches."""
+    return 1 + (2 * num_lines(layer.value_dim) if value_format in KV_LINE_BYTES else 1)
 
 
 def whole_pages(num_bytes: int) -> int:

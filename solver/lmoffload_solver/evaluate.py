@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,13 +14,14 @@ from lmoffload_solver.bounds import StepSums, least_streamed, reading_bound_s, s
 from lmoffload_solver.candidate import Candidate
 from lmoffload_solver.costs import Contention, Phase, num_requests
 from lmoffload_solver.counting import Array
+from lmoffload_solver.kv_homes import Transfers, layers_on_disk
 from lmoffload_solver.memory import Parts
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Choices, ProgramStep, WeightClass
 from lmoffload_solver.rounding import Level, Placement, Rounding, Stream
 from lmoffload_solver.schedule import largest_read
-from lmoffload_solver.simulate import StepWork, pipeline
+from lmoffload_solver.simulate import StagedStep, StepWork, pipeline, staged_pipeline
 from lmoffload_solver.variants import Variant
 
 
@@ -31,9 +32,9 @@ class Simulated:
     prefill_s: float
     decode_s: float
     step_s: float
-    prefill_busy: tuple[float, float]
-    """(reading, computing)."""
-    decode_busy: tuple[float, float]
+    prefill_busy: tuple[float, float, float]
+    """(reading, computing, writing)."""
+    decode_busy: tuple[float, float, float]
 
     @property
     def total_s(self) -> float:
@@ -67,7 +68,12 @@ class Evaluator:
         """What else than the matrices takes memory."""
         sizes = candidate.micro_batch, candidate.num_micro_batches, candidate.threads
         cut = candidate.stream == "matrix"
-        return self.memory.parts(*sizes, head_streams=not head_at_home, layers_cut=cut, prefill_chunk=candidate.prefill_chunk)
+        chunk, on_disk = candidate.prefill_chunk, candidate.kv_on_disk
+        return self.memory.parts(*sizes, head_streams=not head_at_home, layers_cut=cut, prefill_chunk=chunk, kv_on_disk=on_disk)
+
+    def kv_fits_disk(self, candidate: Candidate) -> bool:
+        """Whether the disk has room for what a candidate keeps there."""
+        return self.memory.kv.disk_bytes(candidate.micro_batch, candidate.block_rows, candidate.kv_on_disk) <= self.capacity.disk_bytes
 
     def job(self, threads: int) -> JobCosts:
         """Computing costs with a number of threads."""
@@ -93,7 +99,7 @@ class Evaluator:
 
     def _sums(self, candidate: Candidate) -> StepSums:
         steps = self.program_steps(candidate)
-        columns = [(step.weight, step.compute_s, float(step.early), step.layer_s) for step in steps]
+        columns = [(step.weight, step.compute_s, float(step.early), step.layer_s, step.load_s, step.store_s) for step in steps]
         return StepSums(*np.array(columns).T)
 
     def program_choices(self, candidate: Candidate) -> Choices:
@@ -117,6 +123,8 @@ class Evaluator:
         """The sampled steps of all different blocks."""
         job = self.job(candidate.threads)
         blocks = self.prices.blocks(candidate.block_rows)
+        transfers = self.prices.transfers(self.variant.kv_format).least(blocks, job.steps, candidate.micro_batch, candidate.kv_on_disk)
+        staged = zip(*(seconds.tolist() for seconds in transfers), strict=True)
         found = []
         for number, block in enumerate(blocks):
             for step, seconds in zip(job.steps, self._steps_of(candidate, block), strict=True):
@@ -129,6 +137,7 @@ class Evaluator:
                         seconds.lookup,
                         early,
                         min(seconds.layers) if candidate.stream == "layer" else 0.0,
+                        *next(staged),
                     )
                 )
         return tuple(found)
@@ -137,7 +146,7 @@ class Evaluator:
         """Whole-tensor placements to simulate."""
         for head_at_home in (True, False):
             room = self.room(candidate, head_at_home)
-            if room >= 0:
+            if room >= 0 and self.kv_fits_disk(candidate):
                 yield from self.roundings[candidate.stream].placements(room, candidate.prefetch_depth, head_at_home)
 
     def bounded_placements(self, candidate: Candidate) -> list[tuple[float, Placement]]:
@@ -150,7 +159,7 @@ class Evaluator:
         read = np.array([sum(of_step) for of_step in reads])
         early = np.array([(depth + 1) * max(of_step) for of_step in reads])
         layers = np.array([float(sum(level.stored > 0 for level in p.layers) - 1) for p in placements])
-        slow = self.prices.costs(candidate.threads).contention if depth else Contention()
+        slow = self._contention(candidate)
         bounds = reading_bound_s(self.sums(candidate), slow, np.full(len(read), float(depth)), read, early, np.maximum(layers, 0.0))
         return sorted(zip(bounds.tolist(), placements, strict=True), key=lambda pair: pair[0])
 
@@ -169,29 +178,73 @@ class Evaluator:
         already full), each step weighted with what it stands for."""
         blocks = self.prices.blocks(candidate.block_rows)
         streams, reads = placement.streams, self.reads(placement)
-        work, weights, full = [], [], []
+        steps = self.job(candidate.threads).steps
+        work: list[list[StagedStep]] = []
+        weights, full = [], []
         for number, block in enumerate(blocks):
-            steps = [self.step_work(candidate, placement, seconds, reads) for seconds in self._steps_of(candidate, block)]
+            of_block = self._block_work(candidate, placement, block, reads)
             for count in (1,) if block.count == 1 else (1, block.count - 1):
-                work.extend(steps)
-                weights.extend([count * step.weight for step in self.job(candidate.threads).steps])
+                work.append(of_block)
+                weights.extend([count * step.weight for step in steps])
                 full.extend([number == 0] * len(steps))
-        ends = np.array(pipeline(work, streams, placement.slots))
+        flat = [step for of_block in work for step in of_block]
+        if candidate.kv_on_disk:
+            ends = np.array(staged_pipeline(work, streams, placement.slots))
+        else:
+            ends = np.array(pipeline([step.work for step in flat], streams, placement.slots))
         spans = np.diff(ends, prepend=0.0) * weights
-        decode = np.arange(len(work)) % len(self.job(candidate.threads).steps) > 0
-        read = np.array([sum(step.read_s) for step in work]) * weights
-        compute = np.array([sum(step.compute_s) for step in work]) * weights
+        decode = np.arange(len(flat)) % len(steps) > 0
+        busy = np.array([[sum(s.work.read_s) + sum(s.load_s), sum(s.work.compute_s), sum(s.store_s)] for s in flat])
+        busy *= np.array(weights)[:, None]
+        prefill_busy, decode_busy = (busy[phase].sum(axis=0).tolist() for phase in (~decode, decode))
         full_steps = (self.workload.gen_len - 1) * blocks[0].count
         return Simulated(
             float(spans[~decode].sum()),
             float(spans[decode].sum()),
             float(spans[decode & np.array(full)].sum() / full_steps) if full_steps else 0.0,
-            (float(read[~decode].sum()), float(compute[~decode].sum())),
-            (float(read[decode].sum()), float(compute[decode].sum())),
+            tuple(prefill_busy),
+            tuple(decode_busy),
         )
 
-    def step_work(self, candidate: Candidate, placement: Placement, seconds: StepSeconds, reads: list[float]) -> StepWork:
-        """Seconds by unit of one step, slowed where reading and computing run at once."""
+    def _block_work(self, candidate: Candidate, placement: Placement, block: Block, reads: list[float]) -> list[StagedStep]:
+        """The sampled steps of a block."""
+        steps, on_disk = self.job(candidate.threads).steps, layers_on_disk(self.model.num_layers, candidate.kv_on_disk)
+        transfers = self.prices.transfers(self.variant.kv_format)
+        moved = [transfers.of(self.model.layers[layer], block, candidate.micro_batch) for layer in on_disk]
+        batches = [Block(first, end, 1) for first, end in block.micro_batches(candidate.micro_batch)] if on_disk else []
+        of_batches = [self._steps_of(candidate, batch) for batch in batches]
+        found = []
+        for place, seconds in enumerate(self._steps_of(candidate, block)):
+            found.append(self._staged(candidate, placement, seconds, reads, moved, [one[place] for one in of_batches], place, len(steps)))
+        return found
+
+    def _staged(
+        self,
+        candidate: Candidate,
+        placement: Placement,
+        seconds: StepSeconds,
+        reads: list[float],
+        moved: Sequence[Transfers],
+        batches: Sequence[StepSeconds],
+        place: int,
+        num_steps: int,
+    ) -> StagedStep:
+        """The `place`-th sampled step: loads come with every one but the prefill, stores with every one but the last."""
+        load = [one for of_layer in moved for one in of_layer.load] if place else []
+        work = self.step_work(candidate, placement, seconds, reads, sum(load))
+        read_scale, compute_scale = work.slowed
+        job, layers = self.job(candidate.threads), layers_on_disk(self.model.num_layers, candidate.kv_on_disk)
+        batches_s = {1 + n: tuple(one.layers[job.kind_of_layer[n]] * compute_scale for one in batches) for n in layers}
+        store = [one for of_layer in moved for one in (of_layer.add if place else of_layer.make)] if place + 1 < num_steps else []
+        return StagedStep(work, batches_s, tuple(one * read_scale for one in load), tuple(store))
+
+    def _contention(self, candidate: Candidate) -> Contention:
+        """Nothing overlaps for long without read-ahead; loads of keys and values are ahead always."""
+        ahead = candidate.prefetch_depth or (candidate.kv_on_disk and self.workload.gen_len > 1)
+        return self.prices.costs(candidate.threads).contention if ahead else Contention()
+
+    def step_work(self, candidate: Candidate, placement: Placement, seconds: StepSeconds, reads: list[float], load_s: float) -> StepWork:
+        """Seconds by unit of one step, slowed where reading, `load_s` of keys and values included, and computing run at once."""
         job = self.job(candidate.threads)
         compute = [seconds.lookup if not placement.embedding_at_home else 0.0]
         of_level: dict[tuple[int, Level], list[float]] = {}
@@ -203,11 +256,11 @@ class Evaluator:
         head = [seconds.head * (size / self.head_bytes if size else 1.0) + seconds.piece for size in placement.head_pieces]
         head[-1] += seconds.around
         compute += head
-        slow = job.costs.contention if candidate.prefetch_depth else Contention()
-        read_sum, compute_sum = sum(reads), sum(compute)
+        slow = self._contention(candidate)
+        read_sum, compute_sum = sum(reads) + load_s, sum(compute)
         read_slow, compute_slow = slow.stretched(read_sum, compute_sum) if read_sum else (0.0, compute_sum)
         read_scale, compute_scale = read_slow / read_sum if read_sum else 1.0, compute_slow / compute_sum
-        return StepWork(tuple(r * read_scale for r in reads), tuple(c * compute_scale for c in compute))
+        return StepWork(tuple(r * read_scale for r in reads), tuple(c * compute_scale for c in compute), (read_scale, compute_scale))
 
     def _steps_of(self, candidate: Candidate, block: Block) -> tuple[StepSeconds, ...]:
         threads, size = candidate.threads, candidate.micro_batch

@@ -166,6 +166,7 @@ def candidate_of(model: ModelShape, plan: Plan) -> Candidate:
         plan.stream,
         Variant(tuple(changed), plan.kv.format.key),
         plan.prefill_chunk,
+        len({layer for layer, _, tier in plan.kv.homes if tier == "disk"}),
     )
 
 
@@ -176,6 +177,8 @@ def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candi
         yield "weights as stored", replace(candidate, variant=replace(variant, formats=()))
     if variant.kv_format != "fp32":
         yield "keys and values in fp32", replace(candidate, variant=replace(variant, kv_format="fp32"))
+    if candidate.kv_on_disk:
+        yield "keys and values in memory", replace(candidate, kv_on_disk=0)
     if candidate.prefill_chunk is not None:
         yield "prompts whole", replace(candidate, prefill_chunk=None)
     if candidate.micro_batch > 1:
@@ -187,7 +190,8 @@ def _others(candidate: Candidate, num_prompts: int) -> Iterator[tuple[str, Candi
     if candidate.prefetch_depth:
         yield "no reading ahead", replace(candidate, prefetch_depth=0)
     other: Stream = "matrix" if candidate.stream == "layer" else "layer"
-    yield f"streamed by {other}", replace(candidate, stream=other)
+    if not candidate.kv_on_disk:
+        yield f"streamed by {other}", replace(candidate, stream=other)
     yield "read one further ahead", replace(candidate, prefetch_depth=candidate.prefetch_depth + 1)
 
 
@@ -231,8 +235,8 @@ def _terms(model: ModelShape, machine: MachineProfile, plan: Plan, file_system: 
 def _phases(evaluator: Evaluator, costs: PlanCosts) -> tuple[PhaseTime, PhaseTime]:
     """Prefill and decode of the first block, sampled steps weighted with what they stand for."""
     near, far = evaluator.tiers[0], evaluator.tiers[1]
-    names = (READ_RESOURCE[far], COMPUTE_RESOURCE[near])
     timeline = block_timeline(costs)
+    names = dict.fromkeys((READ_RESOURCE[far], COMPUTE_RESOURCE[near], *sorted({timed.task.resource for timed in timeline})))
     ends = [0.0, *step_ends(timeline)]
     seconds = [0.0, 0.0]
     busy: list[dict[Resource, float]] = [dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)]

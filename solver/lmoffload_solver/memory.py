@@ -16,7 +16,8 @@ import numpy as np
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import CHUNK_MULTIPLE, lengths_of
 from lmoffload_solver.counting import ACTIVATION_BYTES
-from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.kv_homes import KVHomes
+from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, TensorPlan, kept_model
 from lmoffload_solver.schedule import STAGING_BUFFERS, Spilled, aligned_bytes, num_slots, slot_bytes, units_of
@@ -78,10 +79,7 @@ class JobMemory:
         self.model, self.base_bytes = model, base_bytes
         lengths = np.array(lengths_of(workload), dtype=np.int64)
         self._tokens = np.concatenate(([0], np.cumsum(lengths)))
-        distinct, inverse = np.unique(lengths, return_inverse=True)
-        tokens = [int(length) + workload.gen_len for length in distinct]
-        kv = np.array([counting.kv_bytes(model, most, key_format, value_format) for most in tokens], dtype=np.int64)
-        self._kv = np.concatenate(([0], np.cumsum(kv[inverse])))
+        self.kv = KVHomes(model, workload, key_format, value_format)
         self._longest = int(lengths[0])
         self._scored = workload.scored
         self.vectors_bytes = counting.vector_bytes(model) + pinned_bytes(model)
@@ -95,10 +93,6 @@ class JobMemory:
         self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.mlp_width)
         self._tile_bytes = PACKING_BYTES + max(_tile_bytes(*counting.matrix_size(t)) for t in model.tensors if t.is_matrix)
 
-    def kv_bytes(self, block_rows: int) -> int:
-        """KV of the first block."""
-        return int(self._kv[min(block_rows, len(self._kv) - 1)])
-
     def parts(
         self,
         micro_batch: int,
@@ -108,11 +102,12 @@ class JobMemory:
         head_streams: bool,
         layers_cut: bool,
         prefill_chunk: int | None = None,
+        kv_on_disk: int = 0,
     ) -> Parts:
         """Parts of a plan's peak. Where the head streams in pieces, every suspended micro-batch keeps its logits; where layers are cut at
         their matrices, it keeps what its layer has computed so far. Chunks of a prompt (`Plan.prefill_chunk`) are suspended each on its
         own, and one layer's keys and values of the row that a chunk goes on with are held twice: so far, and with the chunk's."""
-        num_rows = len(self._kv) - 1
+        num_rows = self.kv.num_rows
         block_rows = min(micro_batch * num_micro_batches, num_rows)
         rows = min(micro_batch, num_rows)
         multiple = counting.token_multiple(self.model)
@@ -125,7 +120,7 @@ class JobMemory:
             + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN
             + chunks * GREENLET_BYTES,
             "vectors": self.vectors_bytes,
-            "kv": self.kv_bytes(block_rows),
+            "kv": self.kv.host_bytes(micro_batch, block_rows, kv_on_disk),
             "tiles": threads * self._tile_bytes,
         }
         first, carried = counting.padded(int(self._tokens[rows]), multiple), 0
@@ -258,16 +253,19 @@ class Capacity:
     """Of the compute tier: the least of the machine's usable memory and the user's limit."""
     weights_bytes: int | None
     """Homes and buffers of weights."""
+    disk_bytes: int
+    """For keys and values: what is free, or the user's limit."""
 
     @staticmethod
-    def of(model: ModelShape, machine: MachineProfile, limits: Limits) -> Capacity:
+    def of(model: ModelShape, machine: MachineProfile, limits: Limits, disk: Disk | None = None) -> Capacity:
         """Capacity under a machine's and a user's limits."""
         usable = machine.host.memory_usable_bytes
         memory = usable if limits.host_memory_bytes is None else min(usable, limits.host_memory_bytes)
         weights = [] if limits.weights_memory_bytes is None else [limits.weights_memory_bytes]
         if limits.weights_memory_share is not None:
             weights.append(int(limits.weights_memory_share * counting.weights_bytes(model)))
-        return Capacity(memory, min(weights, default=None))
+        free = (disk or machine.disks[0]).free_bytes
+        return Capacity(memory, min(weights, default=None), free if limits.disk_space_bytes is None else limits.disk_space_bytes)
 
 
 def _tile_bytes(n: int, k: int) -> int:

@@ -6,6 +6,7 @@ from functools import cache
 
 from lmoffload_solver.blocks import JobCosts, blocks_of, lengths_of
 from lmoffload_solver.costs import DiskCosts, MachineCosts, chain_of
+from lmoffload_solver.kv_homes import TransferCosts
 from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.memory import Capacity, JobMemory
 from lmoffload_solver.model import ModelShape
@@ -19,7 +20,7 @@ class Prices:
 
     def __init__(self, model: ModelShape, machine: MachineProfile, disk: Disk, workload: Workload, limits: Limits) -> None:
         self.model, self.machine, self.workload = model, machine, workload
-        self.capacity = Capacity.of(model, machine, limits)
+        self.capacity = Capacity.of(model, machine, limits, disk)
         self.tiers = chain_of(machine)
         self.io_threads = disk_threads(disk)
         self.disk = DiskCosts(disk, self.io_threads)
@@ -28,6 +29,7 @@ class Prices:
         self.costs = cache(lambda threads: MachineCosts(machine, self.disk, threads))
         self.kept = cache(lambda variant: variant.of(model))
         self.memory = cache(lambda kv_format: JobMemory(model, workload, machine.base_bytes, kv_format, kv_format))
+        self.transfers = cache(lambda kv_format: TransferCosts(self.memory(kv_format).kv, self.disk, workload.gen_len))
         self.job = cache(self._job)
         self.read_seconds = cache(self.disk.read_seconds)
 

@@ -45,6 +45,10 @@ class ProgramStep:
     """Units in the ring buffers may have been read before the step begins, while a longer step computed."""
     layer_s: float
     """Computing of the quickest layer; 0 where layers are cut."""
+    load_s: float = 0.0
+    """Loading of keys and values on the disk, at least."""
+    store_s: float = 0.0
+    """Storing of them, at least."""
 
 
 @dataclass(frozen=True)
@@ -132,22 +136,25 @@ class Program:
             self._add("capacity.weights", used <= self.choices.weights_bytes)
 
     def reading(self) -> None:
-        """read.e: T_e >= D − early + C_e·k·(1 − 1/d): the reader works through D and is slowed while computing lasts.
+        """read.e: T_e >= D + loads − early + C_e·k·(1 − 1/d): the reader works through both and is slowed while computing lasts.
+        write.e: T_e >= stores.
         early: what the ring buffers may already hold, (prefetch depth + 1)·(largest unit) / R, where a longer step came before."""
         slow = self._contention()
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
             rest = slow.compute * (1 - 1 / slow.read)
-            row = seconds >= self._read_s() - self._early_s(step) + rest * self._compute_s(step)
+            row = seconds >= self._read_s() + step.load_s - self._early_s(step) + rest * self._compute_s(step)
             self._add(f"read.{step.name}", row)
+            if step.store_s:
+                self._add(f"write.{step.name}", seconds >= step.store_s)
 
     def computing(self) -> None:
-        """compute.e: T_e >= C_e + (D − early)·d·(1 − 1/k), and busy.e: T_e >= C_e."""
+        """compute.e: T_e >= C_e + (D + loads − early)·d·(1 − 1/k), and busy.e: T_e >= C_e."""
         slow = self._contention()
         rest = slow.read * (1 - 1 / slow.compute)
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
             self._add(f"busy.{step.name}", seconds >= self._compute_s(step))
             if rest:
-                row = seconds >= self._compute_s(step) + rest * (self._read_s() - self._early_s(step))
+                row = seconds >= self._compute_s(step) + rest * (self._read_s() + step.load_s - self._early_s(step))
                 self._add(f"compute.{step.name}", row)
 
     def serial(self) -> None:
@@ -187,8 +194,9 @@ class Program:
         rest = slow.read * (1 - 1 / slow.compute)
         total = 0.0
         for step in self.choices.steps:
-            price = duals[f"read.{step.name}"] + duals.get(f"serial.{step.name}", 0.0) + rest * duals.get(f"compute.{step.name}", 0.0)
-            total += price * (read_s - self._early_s(step))
+            both = duals[f"read.{step.name}"] + rest * duals.get(f"compute.{step.name}", 0.0)
+            total += both * (read_s + step.load_s - self._early_s(step))
+            total += duals.get(f"serial.{step.name}", 0.0) * (read_s - self._early_s(step))
         return total
 
     def _add(self, name: str, row: Any) -> None:
@@ -196,8 +204,9 @@ class Program:
         self.model.addConstraint(row, name)
 
     def _contention(self) -> Contention:
-        """Nothing overlaps for long without read-ahead."""
-        return self.choices.contention if self.choices.prefetch_depth else Contention()
+        """Nothing overlaps for long without read-ahead; loads of keys and values are ahead always."""
+        ahead = self.choices.prefetch_depth or any(step.load_s for step in self.choices.steps)
+        return self.choices.contention if ahead else Contention()
 
     def _read_s(self) -> Any:
         streamed = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams]

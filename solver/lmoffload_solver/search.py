@@ -104,7 +104,8 @@ def _looser(prices: Prices, candidate: Candidate, quality: Quality, losses: Loss
     threads = (candidate.threads,)
     choices = offered(prices.model, prices.machine, threads, quality, losses)
     pairs, chunks = ((candidate.micro_batch, candidate.num_micro_batches),), tuple(dict.fromkeys((None, candidate.prefill_chunk)))
-    domain = Domain(pairs, threads, tuple(range(MOST_PREFETCH + 1)), prefill_chunks=chunks)
+    on_disk = tuple(sorted({0, candidate.kv_on_disk}))
+    domain = Domain(pairs, threads, tuple(range(MOST_PREFETCH + 1)), prefill_chunks=chunks, kv_on_disk=on_disk)
     found = Search(prices, domain, choices, until).run()
     if found is None or not found.candidate.variant.lossy_parts:
         return None

@@ -14,8 +14,10 @@ def infeasible(evaluator: Evaluator, domain: Domain) -> Infeasible:
     options = []
     for stream, rounding in evaluator.roundings.items():
         placed = rounding.least()
-        for (size, count), chunk in product(domain.micro_batches, domain.prefill_chunks):
-            candidate = Candidate(size, count, min(domain.threads), "", "", 0, stream, prefill_chunk=chunk)
+        for (size, count), chunk, on_disk in product(domain.micro_batches, domain.prefill_chunks, domain.kv_on_disk):
+            candidate = Candidate(size, count, min(domain.threads), "", "", 0, stream, prefill_chunk=chunk, kv_on_disk=on_disk)
+            if on_disk and not (stream == "layer" and evaluator.kv_fits_disk(candidate)):
+                continue
             options.append((evaluator.parts(candidate, placed.head_at_home), placed))
     least, placement = min(options, key=lambda option: option[0].total + option[1].memory_bytes)
     least_weights = min(placed.memory_bytes for _, placed in options)

@@ -11,7 +11,7 @@ from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, kept_model
-from lmoffload_solver.schedule import READ_REQUEST_BYTES, Spilled, Task, Unit, block_tasks, units_of
+from lmoffload_solver.schedule import Spilled, Task, Unit, block_tasks, units_of
 from lmoffload_solver.simulate import Timed, walk
 from lmoffload_solver.value import Resource
 
@@ -40,9 +40,6 @@ class PlanCosts:
         self.units = units_of(model, plan)
         self.steps = tuple(Step(step, 1.0) for step in range(plan.workload.gen_len)) if steps is None else steps
         self.disk = DiskCosts(disk_of(machine, file_system), plan.threads["disk_io"])
-        disk = disk_of(machine, file_system)
-        written = [rate for curve in disk.write for rate in curve.bytes_per_s.y]
-        self._write_per_s = max(written, default=self.disk.best_rate(READ_REQUEST_BYTES))
         costs = MachineCosts(machine, self.disk, plan.threads["compute"])
         self.job = JobCosts(model, plan.workload, costs, self.steps, kv_format=plan.kv.format.key)
         self.blocks = blocks_of(self.job.lengths, plan.micro_batch * plan.num_micro_batches)
@@ -73,24 +70,30 @@ class PlanCosts:
         batches = block.micro_batches(self.plan.micro_batch)
         priced = [self._steps_seconds(Block(first, end, 1)) for first, end in batches]
         reads = [self.read_seconds(unit) for unit in self.units]
-        slow = self.job.costs.contention if self.plan.prefetch_depth else Contention()
+        loads = sum(self._load_seconds(one.num_bytes) for one in self.spilled(block).values())
+        ahead = self.plan.prefetch_depth or (loads and len(self.steps) > 1)
+        slow = self.job.costs.contention if ahead else Contention()
         scales = []
         for step in range(len(self.steps)):
             compute = sum(self.compute_seconds(unit, one[step]) for one in priced for unit in self.units)
-            read_s, compute_s = slow.stretched(sum(reads), compute) if sum(reads) else (0.0, compute)
-            scales.append((read_s / sum(reads) if sum(reads) else 1.0, compute_s / compute))
+            read = sum(reads) + (loads if step else 0.0)
+            read_s, compute_s = slow.stretched(read, compute) if read else (0.0, compute)
+            scales.append((read_s / read if read else 1.0, compute_s / compute))
 
         def seconds(task: Task) -> float:
             read_scale, compute_scale = scales[task.step]
             if task.kind == "load_kv":
-                return self.disk.read_seconds(task.num_bytes, num_requests([task.num_bytes])) * read_scale
+                return self._load_seconds(task.num_bytes) * read_scale
             if task.kind == "store_kv":
-                return task.num_bytes / self._write_per_s
+                return self.disk.write_seconds(task.num_bytes)
             if task.micro_batch is None:
                 return reads[task.unit] * read_scale
             return self.compute_seconds(self.units[task.unit], priced[task.micro_batch][task.step]) * compute_scale
 
         return seconds
+
+    def _load_seconds(self, num_bytes: int) -> float:
+        return self.disk.read_seconds(num_bytes, num_requests([num_bytes]))
 
     def _steps_seconds(self, block: Block) -> tuple[StepSeconds, ...]:
         kernels, size = self.plan.kernels, self.plan.micro_batch

@@ -21,8 +21,10 @@ from lmoffload_solver.memory import breakdown, spilled_of, staging_bytes
 from lmoffload_solver.model import LayerShape
 from lmoffload_solver.plan import KVFormat
 from lmoffload_solver.schedule import PAGE_BYTES, block_tasks, units_of
+from lmoffload_solver.search import Infeasible, Optimal, solve
 from lmoffload_solver.simulate import walk
-from lmoffload_solver.workload import Workload
+from lmoffload_solver.workload import Limits, Workload
+from tests.cli.machines import machine
 from tests.executor.plans import make_plan
 from tests.executor.reference import prompts
 
@@ -42,6 +44,29 @@ def generate(checkpoint, plan, cache, new_tokens=NEW_TOKENS):
     with Engine(checkpoint, plan, cache=cache) as engine:
         done = engine.generate([Request(str(i), tuple(text), max(1, new_tokens - i)) for i, text in enumerate(texts)])
         return [one.token_ids for one in done], dict(engine.meter.counts)
+
+
+def test_a_plan_of_the_planner(tiny, tmp_path):
+    """In the least memory that the planner can do with, keys and values go to the disk; the tokens are those with all in memory."""
+    checkpoint = tiny("llama", num_layers=3)
+    texts = prompts(checkpoint.shape.vocab_size, (300, 290, 280, 270))
+    work = Workload.of_lengths([len(text) for text in texts], 4)
+
+    def solved(host_memory_bytes):
+        limits = Limits(micro_batch=1, num_micro_batches=4, host_memory_bytes=host_memory_bytes)
+        return solve(checkpoint.shape, machine(), work, limits, model_fingerprint=checkpoint.fingerprint)
+
+    too_little = solved(2**20)
+    assert isinstance(too_little, Infeasible)
+    found = []
+    for host, on_disk in ((None, False), (2**20 + too_little.short_by_bytes, True)):
+        outcome = solved(host)
+        assert isinstance(outcome, Optimal) and ("disk" in outcome.plan.kv.bytes) == on_disk
+        with Engine(checkpoint, outcome.plan, cache=tmp_path) as engine:
+            done = engine.generate([Request(str(i), tuple(text), 4) for i, text in enumerate(texts)])
+            found.append([one.token_ids for one in done])
+            assert (engine.meter.counts.get("load_kv", 0) > 0) == on_disk
+    assert found[0] == found[1]
 
 
 ALL = [(layer, batch) for layer in range(3) for batch in range(2)]

@@ -67,14 +67,6 @@ quantizing_machines = st.builds(
     speeds=st.fixed_dictionaries({"int8": st.sampled_from([0.5, 1.0, 3.0]), "int4-g32": st.sampled_from([0.5, 1.0, 3.0])}),
     kv_formats=st.just(("fp32", "bf16")),
 )
-tight_machines = st.builds(
-    make_machine,
-    st.integers(8 * MIB, 16 * MIB),
-    disk_bytes_per_s=st.sampled_from([1e7, 1e8]),
-    flops_per_s=st.sampled_from([1e9, 1e10]),
-    base_bytes=st.just(BASE),
-    slowdowns=st.sampled_from([None, (1.05, 1.2)]),
-)
 works = st.builds(
     lambda groups, gen_len: Workload(prompts=tuple(PromptGroup(length=n, count=c) for n, c in groups), gen_len=gen_len),
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=3),
@@ -138,7 +130,7 @@ def assert_infeasible_by(outcome: Infeasible, model: ModelShape, machine: Machin
 @settings(slow, max_examples=12)
 @given(models, machines, small_works)
 def test_search_finds_what_trying_everything_finds(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
-    check_against_everything(model, machine, work, Limits())
+    check_against_everything(model, machine, work, Limits(threads=1))
 
 
 @settings(slow, max_examples=6)
@@ -148,10 +140,31 @@ def test_with_every_format_too(model: ModelShape, machine: MachineProfile, work:
     check_against_everything(model, machine, work.model_copy(update={"quality": quality}), limits)
 
 
-@settings(slow, max_examples=6)
-@given(models, tight_machines, st.builds(make_work, st.integers(1, 4), st.sampled_from([100, 300, 700]), st.integers(1, 6)))
-def test_with_prompts_in_chunks_too(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
-    check_against_everything(model, machine, work, Limits(threads=1))
+@settings(slow, max_examples=12)
+@given(
+    st.builds(make_model, st.integers(1, 4), intermediate=st.sampled_from([96, 256]), num_kv_heads=st.sampled_from([2, 4])),
+    st.builds(
+        make_machine,
+        st.integers(5 * MIB, 11 * MIB),
+        disk_bytes_per_s=st.sampled_from([1e8, 1e9]),
+        flops_per_s=st.sampled_from([1e9, 1e10]),
+        base_bytes=st.just(BASE),
+        slowdowns=st.sampled_from([None, (1.05, 1.2), (2.5, 1.5)]),
+    ),
+    st.builds(make_work, st.integers(2, 6), st.sampled_from([60, 200, 500]), st.integers(1, 5)),
+    st.integers(1, 2),
+)
+def test_with_prompts_in_chunks_and_keys_and_values_on_the_disk(
+    model: ModelShape, machine: MachineProfile, work: Workload, size: int
+) -> None:
+    limits = Limits(threads=1, micro_batch=size, num_micro_batches=3)
+    check_against_everything(model, machine, work, limits)
+    outcome = solve(model, machine, work, limits)
+    assume(isinstance(outcome, Optimal))
+    check_plan(model, outcome.plan)
+    assert memory.peak(model, outcome.plan) == outcome.plan.predicted.peak_bytes["host"]
+    if outcome.plan.micro_batch * outcome.plan.num_micro_batches >= work.num_prompts:
+        check_walk(model, machine, outcome.plan)
 
 
 def check_against_everything(model: ModelShape, machine: MachineProfile, work: Workload, limits: Limits) -> None:
@@ -186,10 +199,11 @@ def every_candidate(prices: Prices, domain: Domain, choices: Offered) -> Iterato
         lossy = tuple((name, fmt) for name, fmt in zip(choices.weights, chosen, strict=True) if fmt is not None)
         evaluator = Evaluator(prices, Variant(lossy, kv_format))
         names = {f"{q}+{s}" for q in packed for s in stored} if lossy else stored
-        for threads, (size, count), prefill, decode, stream, depth, chunk in product(
-            domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths, domain.prefill_chunks
+        for threads, (size, count), prefill, decode, stream, depth, chunk, on_disk in product(
+            domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths, domain.prefill_chunks, domain.kv_on_disk
         ):
-            yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant, chunk)
+            if stream == "layer" or not on_disk:
+                yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant, chunk, on_disk)
 
 
 @slow
@@ -234,7 +248,7 @@ def check_walk(model: ModelShape, machine: MachineProfile, plan: Plan) -> None:
 @slow
 @given(models, machines, works)
 def test_more_memory_is_never_slower_in_the_bound(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
-    domain = Domain.of(model, machine, work, Limits())
+    domain = Domain.of(model, machine, work, Limits(threads=1, num_micro_batches=3))
     host = machine.host.model_copy(update={"memory_usable_bytes": machine.host.memory_usable_bytes + MIB})
     exact = offered(model, machine, domain.threads, "exact", None)
     here, more = (
@@ -243,6 +257,28 @@ def test_more_memory_is_never_slower_in_the_bound(model: ModelShape, machine: Ma
         for prices in (Prices(model, m, m.disks[0], work, Limits()),)
     )
     assert all(more[candidate] <= bound for candidate, bound in here.items())
+
+
+def test_keys_and_values_go_to_the_disk_where_memory_is_short() -> None:
+    """Long contexts, little memory, a disk that is quick enough: their keys and values are loaded rather than weights streamed."""
+    model, work = make_model(8, 256, 512, 8, 8), make_work(8, 400, 4)
+    limits = Limits(micro_batch=2, num_micro_batches=4)
+    short, ample = make_machine(30 * MIB, base_bytes=BASE, disk_bytes_per_s=1e9), make_machine(base_bytes=BASE, disk_bytes_per_s=1e9)
+    outcome, resident = solve(model, short, work, limits), solve(model, ample, work, limits)
+    assert isinstance(outcome, Optimal) and isinstance(resident, Optimal)
+    plan = outcome.plan
+    on_disk = plan.kv.bytes["disk"]
+    assert on_disk and "disk" not in resident.plan.kv.bytes
+    assert memory.peak(model, plan) == plan.predicted.peak_bytes["host"] <= 30 * MIB
+    check_plan(model, plan)
+    check_walk(model, short, plan)
+    told = {other.change: other.tokens_per_s or 0.0 for other in explain(model, short, plan).alternatives}
+    assert told["keys and values in memory"] < plan.predicted.tokens_per_s
+    none = solve(model, short, work, limits.model_copy(update={"disk_space_bytes": 0}))
+    if isinstance(none, Optimal):
+        assert "disk" not in none.plan.kv.bytes and none.plan.predicted.total_s > plan.predicted.total_s
+    less = solve(model, short, work, limits.model_copy(update={"disk_space_bytes": on_disk - 1}))
+    assert isinstance(less, Infeasible) or less.plan.kv.bytes.get("disk", 0) < on_disk
 
 
 def test_prompts_are_cut_where_memory_is_short() -> None:
@@ -354,7 +390,7 @@ def test_an_80_layer_model_is_planned_quickly() -> None:
     )
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert time.perf_counter() - begin < 4, "a second and a half on a quiet machine"
+    assert time.perf_counter() - begin < 6, "keys and values on the disk are tried, and chosen"
 
 
 def test_a_looser_quality_that_is_not_made_use_of_is_told() -> None:
