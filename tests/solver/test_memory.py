@@ -35,7 +35,7 @@ def test_parts_of_a_toy() -> None:
 def test_quantized_keys_and_values() -> None:
     work = Workload(prompts=(PromptGroup(length=70, count=3),), gen_len=30)
     job = JobMemory(make_model(), work, 1000, "int8", "int4-g32")
-    assert job.kv_bytes(3) == 3 * 4 * 2 * (3 * 16 * 36 + 32 * 16 * 2 + 100 * 20), "four layers of two heads of 16"
+    assert job.kv.host_bytes(1, 3, 0) == 3 * 4 * 2 * (3 * 16 * 36 + 32 * 16 * 2 + 100 * 20), "four layers of two heads of 16"
 
 
 def test_a_streamed_head_keeps_every_logit() -> None:
