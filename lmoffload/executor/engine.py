@@ -39,8 +39,8 @@ from lmoffload_solver.value import Kind, Resource
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint, StoreProgress
 
-TASK_RESOURCE: Mapping[Kind, Resource] = {"read_weights": "disk_read", "compute": "host_compute"}
-"""Each kind of task of a plan without accelerator has a resource of its own, so the plan's busy seconds are its prediction."""
+TASK_RESOURCE: Mapping[Kind, Resource] = {"read_weights": "disk_read", "compute": "host_compute", "store_kv": "disk_write"}
+"""A kind of task that has a resource of its own: the plan's busy seconds are its prediction. Loads share the disk with weights."""
 
 
 class Engine:
@@ -214,6 +214,7 @@ class Engine:
         peak = process.peak_resident_bytes()
         measured = self.meter.figures(peak, self.base_bytes)
         predicted = self.plan.predicted
+        shared = {"disk_read"} if "load_kv" in self.meter.counts else set()
         kinds = {kind: TASK_RESOURCE.get(kind) for kind in self.meter.counts}
         work = performed(self.meter, self.shape, self.plan, self.units)
         return RunReport(
@@ -228,7 +229,7 @@ class Engine:
             tasks={
                 kind: TaskFigures(
                     count=self.meter.counts[kind],
-                    predicted_s=None if resource is None else predicted.resources.get(resource),
+                    predicted_s=None if resource is None or resource in shared else predicted.resources.get(resource),
                     measured_s=self.meter.seconds[kind],
                 )
                 for kind, resource in kinds.items()
