@@ -6,23 +6,22 @@ from collections.abc import Sequence
 
 from lmoffload_solver.candidate import Candidate
 from lmoffload_solver.evaluate import Evaluator
+from lmoffload_solver.memory import Parts
 from lmoffload_solver.outcome import Infeasible
+from lmoffload_solver.rounding import Placement
 
 
 def infeasible(evaluator: Evaluator, micro_batches: Sequence[tuple[int, int]], threads: Sequence[int]) -> Infeasible:
     """Which capacity the plan that needs least lacks most of, and one sentence of advice."""
-    options = []
+    memory, weights = evaluator.capacity.memory_bytes, evaluator.capacity.weights_bytes
+    options: list[tuple[int, int, Parts, Placement]] = []
     for stream, rounding in evaluator.roundings.items():
         placed = rounding.least()
         for size, count in micro_batches:
-            candidate = Candidate(size, count, min(threads), "", "", 0, stream)
-            options.append((evaluator.parts(candidate, placed.head_at_home), placed))
-    least, placement = min(options, key=lambda option: option[0].total + option[1].memory_bytes)
-    least_weights = min(placed.memory_bytes for _, placed in options)
-    memory = evaluator.capacity.memory_bytes
-    weights = evaluator.capacity.weights_bytes
-    short_memory = least.total + placement.memory_bytes - memory
-    short_weights = 0 if weights is None else least_weights + evaluator.memory.vectors_bytes - weights
+            parts = evaluator.parts(Candidate(size, count, min(threads), "", "", 0, stream), placed.head_at_home)
+            of_weights = 0 if weights is None else placed.memory_bytes + evaluator.memory.vectors_bytes - weights
+            options.append((max(0, parts.total + placed.memory_bytes - memory), max(0, of_weights), parts, placed))
+    short_memory, short_weights, least, placement = min(options, key=lambda option: (option[0] + option[1], option[0]))
     if short_weights > 0 and short_weights >= short_memory:
         assert weights is not None
         needed = weights + short_weights
