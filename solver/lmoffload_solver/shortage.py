@@ -6,25 +6,25 @@ from itertools import product
 
 from lmoffload_solver.candidate import Candidate, Domain
 from lmoffload_solver.evaluate import Evaluator
+from lmoffload_solver.memory import Parts
 from lmoffload_solver.outcome import Infeasible
+from lmoffload_solver.rounding import Placement
 
 
 def infeasible(evaluator: Evaluator, domain: Domain) -> Infeasible:
     """Which capacity the plan that needs least lacks most of, and one sentence of advice."""
-    options = []
+    memory, weights = evaluator.capacity.memory_bytes, evaluator.capacity.weights_bytes
+    options: list[tuple[int, int, Parts, Placement]] = []
     for stream, rounding in evaluator.roundings.items():
         placed = rounding.least()
         for (size, count), chunk, on_disk in product(domain.micro_batches, domain.prefill_chunks, domain.kv_on_disk):
             candidate = Candidate(size, count, min(domain.threads), "", "", 0, stream, prefill_chunk=chunk, kv_on_disk=on_disk)
             if on_disk and not (stream == "layer" and evaluator.kv_fits_disk(candidate)):
                 continue
-            options.append((evaluator.parts(candidate, placed.head_at_home), placed))
-    least, placement = min(options, key=lambda option: option[0].total + option[1].memory_bytes)
-    least_weights = min(placed.memory_bytes for _, placed in options)
-    memory = evaluator.capacity.memory_bytes
-    weights = evaluator.capacity.weights_bytes
-    short_memory = least.total + placement.memory_bytes - memory
-    short_weights = 0 if weights is None else least_weights + evaluator.memory.vectors_bytes - weights
+            parts = evaluator.parts(candidate, placed.head_at_home)
+            of_weights = 0 if weights is None else placed.memory_bytes + evaluator.memory.vectors_bytes - weights
+            options.append((max(0, parts.total + placed.memory_bytes - memory), max(0, of_weights), parts, placed))
+    short_memory, short_weights, least, placement = min(options, key=lambda option: (option[0] + option[1], option[0]))
     if short_weights > 0 and short_weights >= short_memory:
         assert weights is not None
         needed = weights + short_weights

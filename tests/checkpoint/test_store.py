@@ -20,7 +20,7 @@ import torch
 from lmoffload.checkpoint import Checkpoint, open_checkpoint, open_store, prepare_store, store_bytes, with_formats
 from lmoffload.checkpoint import store as store_module
 from lmoffload.checkpoint.encode import can_hold
-from lmoffload.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from lmoffload.checkpoint.manifest import MANIFEST_FILE, VERSION, Manifest, read_manifest
 from lmoffload.checkpoint.store import append, store_folder
 from lmoffload.kernels.matrix import Matrix, reference_widen
 from lmoffload.kernels.quantize import quantize
@@ -166,7 +166,7 @@ def test_a_damaged_store_is_never_used(folder, tmp_path, damage):
     elif damage == "not JSON":
         lines.write_bytes(lines.read_bytes().replace(b'"name"', b'"nam\xff"', 1))
     else:
-        lines.write_bytes(lines.read_bytes().replace(b'"version":1', b'"version":0', 1))
+        lines.write_bytes(lines.read_bytes().replace(b'"version":%d' % VERSION, b'"version":0', 1))
     assert open_store(checkpoint, "int8", names, tmp_path) is None
     mended = prepare_store(checkpoint, "int8", cache=tmp_path)
     assert_holds(checkpoint, mended, names)
