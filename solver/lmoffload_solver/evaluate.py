@@ -10,8 +10,8 @@ import numpy as np
 
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, StepSeconds
-from lmoffload_solver.bounds import StepSums, least_streamed, reading_bound_s, streaming_bound_s
 from lmoffload_solver.candidate import Candidate
+from lmoffload_solver.closed_form import StepSums, least_streamed, reading_bound_s, streaming_bound_s
 from lmoffload_solver.costs import Contention, Phase, num_requests
 from lmoffload_solver.counting import Array
 from lmoffload_solver.kv_homes import Transfers, layers_on_disk
