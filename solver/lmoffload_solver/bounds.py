@@ -16,7 +16,7 @@ import numpy as np
 
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import BatchSizes, Block
-from lmoffload_solver.candidate import Candidate, Cut, Domain
+from lmoffload_solver.candidate import MOST_PREFETCH_WITH_LOADS, Candidate, Cut, Domain
 from lmoffload_solver.closed_form import StepSums, least_streamed, streaming_bound_s
 from lmoffload_solver.costs import PHASES, Phase
 from lmoffload_solver.counting import Array
@@ -276,7 +276,7 @@ class Bounds:
             rate = costs.disk.best_rate(largest_read(largest, head_bytes))
             bounds = streaming_bound_s(of_stream, costs.contention, rate, largest, head_bytes, depths, np.where(fits, least, 0.0))
             for depth, bound, fit in zip(self.domain.depths, bounds.tolist(), fits.tolist(), strict=True):
-                if fit:
+                if fit and (not on_disk or depth <= MOST_PREFETCH_WITH_LOADS):
                     yield bound, candidate.streaming(stream, depth, on_disk)
 
     def _staged(self, sums: StepSums, cut: Cut, candidate: Candidate, on_disk: int) -> StepSums:

@@ -13,6 +13,8 @@ from lmoffload_solver.workload import Limits, Workload
 
 MOST_PREFETCH = 4
 MOST_MICRO_BATCHES = 64
+MOST_PREFETCH_WITH_LOADS = 1
+"""The same where keys and values are loaded from the disk: weights further ahead would only stand before them in its queue."""
 KV_SHARES = 2
 """Keys and values of so many equal shares of the layers may be on the disk."""
 PREFILL_CHUNKS = (2048, 512, 128)
@@ -71,7 +73,7 @@ class Domain:
     to 4 equal blocks. Prefetch depth 0 to 4. Layers streamed whole or matrix by matrix. Every measured number of compute threads. Per
     phase every measured kernel: one for the model's main stored format, one for what is quantized. Prompts whole, or in chunks of 2048, 512
     or 128 tokens where the longest is longer, with which more memory is left for weights that would not all stay at home; for the same
-    reason keys and values of half or all of the layers on the disk, where layers stream whole. Limits fix a choice.
+    reason keys and values of half or all of the layers on the disk, where layers stream whole and at most one ahead. Limits fix a choice.
     A block larger than the job is the job. Which formats there are to choose from, `variants.Offered` says.
     """
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lmoffload_solver import memory
 from lmoffload_solver.blocks import Step, decode_steps
 from lmoffload_solver.bounds import Bounds
-from lmoffload_solver.candidate import Candidate, Domain
+from lmoffload_solver.candidate import MOST_PREFETCH_WITH_LOADS, Candidate, Domain
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.evaluate import Evaluator
@@ -202,7 +202,7 @@ def every_candidate(prices: Prices, domain: Domain, choices: Offered) -> Iterato
         for threads, (size, count), prefill, decode, stream, depth, chunk, on_disk in product(
             domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths, domain.prefill_chunks, domain.kv_on_disk
         ):
-            if stream == "layer" or not on_disk:
+            if not on_disk or (stream == "layer" and depth <= MOST_PREFETCH_WITH_LOADS):
                 yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant, chunk, on_disk)
 
 
