@@ -71,7 +71,7 @@ DeviceMemory = Annotated[
 ]
 DiskSpace = Annotated[
     str | None,
-    typer.Option("--disk-space", metavar="SIZE", help="Disk space for keys and values; with a device also weights.", rich_help_panel=LIMITS),
+    typer.Option("--disk-space", metavar="SIZE", help="Disk space for keys, values and (with a device) weights.", rich_help_panel=LIMITS),
 ]
 Goal = Annotated[
     str,
