@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmoffload.profiler.disk_rates import Session, is_cache_excluded, random_read, transfer_curves
+from lmoffload.profiler.disk_rates import Session, is_cache_excluded, random_read, random_write, transfer_curves
 from lmoffload.profiler.disk_target import opened
 from lmoffload.profiler.limits import disk_of, usable_memory
 from lmoffload.profiler.samples import UNSTEADY
@@ -56,8 +56,9 @@ def read_disk(
         cache_excluded = is_cache_excluded(session, budget_s * 0.07)
         block_read = random_read(session, budget_s * 0.03)
         sizes = QUICK_SIZES if quick else SIZES
-        read = transfer_curves(session, "read", sizes, IN_FLIGHT, budget_s * 0.6)
+        read = transfer_curves(session, "read", sizes, IN_FLIGHT, budget_s * 0.57)
         write = transfer_curves(session, "write", WRITE_SIZES, IN_FLIGHT[::2], budget_s * 0.14) if target.scratch else ()
+        page_written = random_write(session, budget_s * 0.03) if target.scratch else None
         direct, writable = target.reader.direct, target.scratch is not None
     if not direct:
         session.remarks.append(f"{system.mount_point} refuses direct I/O: its rates are of buffered requests whose pages are dropped.")
@@ -71,6 +72,7 @@ def read_disk(
         direct=direct,
         cache_excluded=cache_excluded,
         free_bytes=system.free_bytes,
+        random_write_s=None if page_written is None else page_written.median_s,
     )
     session.remarks.extend(_unsteady(disk))
     return DiskReadings(disk, block_read.median_s, tuple(session.remarks))

@@ -172,6 +172,18 @@ def random_read(session: Session, budget_s: float) -> Sample:
     return repeat(read_one, budget_s, at_least=20, at_most=2000)
 
 
+def random_write(session: Session, budget_s: float) -> Sample:
+    """One page written in place at a random place, alone."""
+    session.tell("disk, random writes")
+    chance = random.Random(2)
+    blocks, buffer = session.target.num_bytes // PAGE_BYTES, session.memory[:PAGE_BYTES]
+
+    def write_one() -> None:
+        session.target.request("write", chance.randrange(blocks) * PAGE_BYTES, buffer)
+
+    return repeat(write_one, budget_s, at_least=20, at_most=2000)
+
+
 def _kernel_read_bytes() -> int | None:
     """Bytes that the kernel fetched from devices for this process; None where it does not say."""
     return read_table(Path("/proc/self/io")).get("read_bytes:")

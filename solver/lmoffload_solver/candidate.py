@@ -73,7 +73,8 @@ class Domain:
     to 4 equal blocks. Prefetch depth 0 to 4. Layers streamed whole or matrix by matrix. Every measured number of compute threads. Per
     phase every measured kernel: one for the model's main stored format, one for what is quantized. Prompts whole, or in chunks of 2048, 512
     or 128 tokens where the longest is longer, with which more memory is left for weights that would not all stay at home; for the same
-    reason keys and values of half or all of the layers on the disk, where layers stream whole and at most one ahead. Limits fix a choice.
+    reason keys and values of half or all of the layers on the disk (of which the profile knows what small writes take), where layers stream
+    whole and at most one ahead. Limits fix a choice.
     A block larger than the job is the job. Which formats there are to choose from, `variants.Offered` says.
     """
 
@@ -104,7 +105,8 @@ class Domain:
             counts = _sizes(most, MOST_MICRO_BATCHES) if fixed is None else (min(fixed, most),)
             pairs.extend((size, count) for count in counts)
         cut = () if model.rotary_follows_length else (size for size in PREFILL_CHUNKS if size < workload.max_prompt_len)
-        counts = tuple(sorted({share * model.num_layers // KV_SHARES for share in range(KV_SHARES + 1)}))
+        written = any(disk.random_write_s is not None for disk in machine.disks)
+        counts = tuple(sorted({share * model.num_layers // KV_SHARES for share in range(KV_SHARES + 1)})) if written else (0,)
         threads, depths = compute_choices(machine, formats, cores), tuple(range(MOST_PREFETCH + 1))
         return Domain(tuple(pairs), threads, depths, prefill_chunks=(None, *cut), kv_on_disk=counts)
 

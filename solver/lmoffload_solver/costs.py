@@ -168,11 +168,13 @@ class DiskCosts:
     def __init__(self, disk: Disk, io_threads: int) -> None:
         self.io_threads = io_threads
         self._read = {curve.threads: curve.bytes_per_s for curve in disk.read if curve.threads <= io_threads}
+        self._write_s = disk.random_write_s or 0.0
         self._written = [rate for curve in disk.write for rate in curve.bytes_per_s.y]
 
-    def write_seconds(self, num_bytes: int) -> float:
-        """Seconds to write at the best rate that was measured, or that of reading where none was."""
-        return num_bytes / max(self._written, default=self.best_rate(READ_REQUEST_BYTES))
+    def write_seconds(self, num_bytes: int, num_writes: int = 1) -> float:
+        """Seconds to write in place, one write after another: at the best rate that was measured, or that of reading where none was, and
+        what a small write takes for each."""
+        return num_bytes / max(self._written, default=self.best_rate(READ_REQUEST_BYTES)) + num_writes * self._write_s
 
     def read_seconds(self, num_bytes: int, num_requests: int) -> float:
         """Seconds to read a unit's `num_bytes` from disk in `num_requests` requests of about equal size: bytes / rate(size, in flight),

@@ -178,7 +178,9 @@ def spilled_bytes(layer: LayerShape, key: int, value: int, num_rows: int, value_
     """The same from the bytes of all keys and of all values."""
     size = whole_pages(key) + whole_pages(value)
     pages = changed_pages(layer, value_format)
-    return Spilled(size, min(size, num_rows * layer.num_kv_heads * pages * (PAGE_BYTES + STORE_GAP_BYTES)))
+    apart = num_rows * layer.num_kv_heads * pages
+    written = apart * (PAGE_BYTES + STORE_GAP_BYTES)
+    return Spilled(size, min(size, written), apart if written <= size else 1)
 
 
 def changed_pages(layer: LayerShape, value_format: str) -> int:

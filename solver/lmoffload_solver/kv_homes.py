@@ -90,7 +90,7 @@ class TransferCosts:
         return Transfers(
             tuple(self._disk.read_seconds(one.num_bytes, num_requests([one.num_bytes])) for one in sizes),
             tuple(self._disk.write_seconds(one.num_bytes) for one in sizes),
-            tuple(self._disk.write_seconds(one.step_bytes) for one in sizes),
+            tuple(self._disk.write_seconds(one.step_bytes, one.step_writes) for one in sizes),
         )
 
     def least(self, blocks: tuple[Block, ...], steps: tuple[Step, ...], micro_batch: int, count: int) -> tuple[Array, Array]:

@@ -67,6 +67,8 @@ class Disk(Value):
     cache_excluded: bool
     """Checked that a second reading of the same places is not faster than the device; False means unsure."""
     free_bytes: int = Field(ge=0)
+    random_write_s: float | None = Field(default=None, ge=0)
+    """A page written in place, alone; None where it was not measured."""
 
 
 class Link(Value):

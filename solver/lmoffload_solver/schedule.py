@@ -94,6 +94,8 @@ class Spilled:
     """All of them, in whole pages."""
     step_bytes: int
     """What a decode step's new tokens make to be written, at most."""
+    step_writes: int
+    """In how many writes."""
 
 
 STORE_GAP_BYTES = 64 * 2**10

@@ -70,7 +70,8 @@ class PlanCosts:
         batches = block.micro_batches(self.plan.micro_batch)
         priced = [self._steps_seconds(Block(first, end, 1)) for first, end in batches]
         reads = [self.read_seconds(unit) for unit in self.units]
-        loads = sum(self._load_seconds(one.num_bytes) for one in self.spilled(block).values())
+        spilled = self.spilled(block)
+        loads = sum(self._load_seconds(one.num_bytes) for one in spilled.values())
         ahead = self.plan.prefetch_depth or (loads and len(self.steps) > 1)
         slow = self.job.costs.contention if ahead else Contention()
         scales = []
@@ -85,7 +86,10 @@ class PlanCosts:
             if task.kind == "load_kv":
                 return self._load_seconds(task.num_bytes) * read_scale
             if task.kind == "store_kv":
-                return self.disk.write_seconds(task.num_bytes)
+                assert task.micro_batch is not None
+                layer = self.units[task.unit].layer
+                assert layer is not None
+                return self.disk.write_seconds(task.num_bytes, spilled[layer, task.micro_batch].step_writes if task.step else 1)
             if task.micro_batch is None:
                 return reads[task.unit] * read_scale
             return self.compute_seconds(self.units[task.unit], priced[task.micro_batch][task.step]) * compute_scale

@@ -51,6 +51,7 @@ def machine(name: str = "by-hand", file_system: str = "/", cores: int = 2, memor
                 direct=True,
                 cache_excluded=True,
                 free_bytes=2**40,
+                random_write_s=1e-4,
             ),
         ),
         linear=tuple(

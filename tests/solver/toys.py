@@ -77,7 +77,7 @@ def make_machine(
         ),
         processors=(Processor(tier="host", name="toy", cores=cores),),
         memory=(),
-        disks=(Disk(file_system="/", device="toy", read=read, direct=True, cache_excluded=True, free_bytes=10**12),),
+        disks=(Disk(file_system="/", device="toy", read=read, direct=True, cache_excluded=True, free_bytes=10**12, random_write_s=1e-6),),
         linear=tuple(linear),
         attention=tuple(attention),
         overheads=overheads
