@@ -13,7 +13,7 @@ def plot_plan(planned: ModelPlan, path: Path) -> None:
     """Draw a plan's roofline, and throughput against batch and memory.
 
     Raises:
-        StatedError: matplotlib is not installed, the machine has no device, or the file cannot be written.
+        StatedError: matplotlib is not installed, or the file cannot be written.
     """
     plan, shape, machine = planned.plan, planned.model.shape, planned.machine
     draw_plan(plan, roofline(shape, machine, plan), by_batch(shape, machine, plan), by_memory(shape, machine, plan), path)

@@ -14,7 +14,7 @@ from lmoffload_solver.plan import Plan
 def draw_plan(
     plan: Plan, roof: Roofline, by_batch: Sequence[tuple[int, float]], by_memory: Sequence[tuple[float, float]], path: Path
 ) -> None:
-    """Three panels: the roofline of the plan's tasks, throughput against the block's rows, and against device memory.
+    """Three panels: the roofline of the plan's tasks, throughput against the block's rows, and against memory.
 
     Raises:
         StatedError: matplotlib is not installed, or the file cannot be written.
@@ -30,7 +30,7 @@ def draw_plan(
     figure.suptitle(f"{plan.model.name} on {plan.machine.name}: {plan.predicted.tokens_per_s:.2f} tokens/s predicted")
     _roofline(axes[0], roof)
     _line(axes[1], by_batch, "sequences in a block", "Throughput against batch")
-    _line(axes[2], [(size / 2**30, rate) for size, rate in by_memory], "device memory (GiB)", "Throughput against memory")
+    _line(axes[2], [(size / 2**30, rate) for size, rate in by_memory], f"{roof.tier} memory (GiB)", "Throughput against memory")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -45,7 +45,8 @@ def _roofline(axis: Any, roof: Roofline) -> None:
     axis.plot([ends[0], ridge, ends[1]], [ends[0] * roof.bytes_per_s / 1e12, flat, flat], color="black")
     for point in roof.points:
         axis.scatter([point.flops_per_byte], [point.flops_per_s / 1e12], label=point.name, zorder=3)
-    axis.set(xscale="log", yscale="log", xlabel="FLOPs per byte of device memory", ylabel="TFLOP/s", title="Roofline of the plan's tasks")
+    label = f"FLOPs per byte of {roof.tier} memory"
+    axis.set(xscale="log", yscale="log", xlabel=label, ylabel="TFLOP/s", title="Roofline of the plan's tasks")
     axis.legend()
     axis.grid(visible=True, which="both", alpha=0.3)
 

@@ -71,3 +71,10 @@ def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "plan.png"
     assert call(capsys, "plan", "shape:opt-6.7b", *WORK, "--out-plot", str(file))[0] == 0
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_a_device(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file, work = tmp_path / "plan.png", ("--num-prompts", "4", "--prompt-len", "32", "--gen-len", "8", "--host-memory", "2GiB")
+    assert call(capsys, "plan", "shape:llama-1.1b", "--machine", "xeon-avx512-2-cores", *work, "--out-plot", str(file))[0] == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
