@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -132,9 +132,9 @@ def errors(model: Model, machine: MachineProfile, console: Console) -> Iterator[
         yield run(model, case, plan)
 
 
-def regret(model: Model, machine: MachineProfile) -> Iterator[tuple[Measured, list[Measured]]]:
+def regret(model: Model, machine: MachineProfile, shares: Sequence[float]) -> Iterator[tuple[Measured, list[Measured]]]:
     """For each limit the planner's own plan, and the best of every other batch and quality class that it may use."""
-    for share in REGRET_SHARES:
+    for share in shares:
         own = Case("int4", *REGRET_WORK, share)
         plan = planned(model, machine, own)
         assert plan is not None, "the planner has a plan of its own"
@@ -156,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("errors", "regret"))
     parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--shares", nargs="+", type=float, default=REGRET_SHARES, help="of the weights in memory, for regret")
     parser.add_argument("--out", type=Path, help="append every run as a JSON line")
     options = parser.parse_args()
     prepare_threads()
@@ -171,10 +172,11 @@ def main() -> None:
         if options.what == "errors":
             rows += errors(model, machine, console)
             continue
-        for number, (chosen, others) in enumerate(regret(model, machine)):
+        for number, (chosen, others) in enumerate(regret(model, machine, options.shares)):
             best = min([chosen, *others], key=lambda measured: measured.measured_s)
-            ratios[f"{model.shape.name}, {REGRET_SHARES[number]:.0%} of the weights"] = best.measured_s / chosen.measured_s
-            console.print(f"{model.shape.name}: of {len(others) + 1} plans {chosen.choices} was chosen, and {best.choices} the quickest")
+            ratios[f"{model.shape.name}, {options.shares[number]:.0%} of the weights"] = best.measured_s / chosen.measured_s
+            told = f"{chosen.choices} was chosen ({chosen.measured_s:.2f} s), and {best.choices} the quickest ({best.measured_s:.2f} s)"
+            console.print(f"{model.shape.name}: of {len(others) + 1} plans {told}")
             rows += [chosen, *others]
     show(rows, console)
     for what, ratio in ratios.items():
