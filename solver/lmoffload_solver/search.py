@@ -2,8 +2,8 @@
 
 The domain is finite and stated by `Domain`. Closed-form bounds are taken of all of it; the linear program tightens those of the most
 promising; candidates are rounded to whole tensors and simulated in order of their bound, until the next bound is no better than the best
-simulated plan.
-That plan is then optimal for the simulated time over the domain: a bound prunes, never a guess.
+simulated plan. That plan is then the best for the simulated time over the domain and the placements that `rounding` tries for each
+candidate: a bound prunes, never a guess, but rounding is a rule and tries few of the sets of whole tensors.
 """
 
 from __future__ import annotations

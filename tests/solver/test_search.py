@@ -168,7 +168,7 @@ def test_with_prompts_in_chunks_and_keys_and_values_on_the_disk(
 
 
 def check_against_everything(model: ModelShape, machine: MachineProfile, work: Workload, limits: Limits) -> None:
-    """The search's plan is the best of all placements of all candidates, and every bound is one."""
+    """The search's plan is the best of all placements that rounding tries for all candidates, and every bound is one."""
     outcome = solve(model, machine, work, limits)
     prices, domain = Prices(model, machine, disk_of(machine, None), work, limits), Domain.of(model, machine, work, limits)
     choices = offered(model, machine, domain.threads, work.quality, None)
