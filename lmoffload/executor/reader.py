@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from lmoffload.executor.buffers import Slab
 from lmoffload.executor.direct_file import DirectFile
 from lmoffload.executor.extents import Extent
+from lmoffload.executor.pending import Pending
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 
 
@@ -28,23 +29,13 @@ class ReadFile(Protocol):
 
 
 @dataclass(slots=True)
-class Reading:
-    """A read task under way: set `done` when its bytes are there, or `error` when they will never be."""
+class Reading(Pending):
+    """A read task under way."""
 
     extents: Sequence[Extent]
     buffer: Slab
     ready: Callable[[threading.Event], bool]
     """Waits until the buffer is free; False when the run is being stopped (its argument) meanwhile."""
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    begin_s: float = 0.0
-    end_s: float = 0.0
-
-    def wait(self) -> None:
-        """Block until the bytes are there; raises the error of the I/O threads."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
 
 
 class DiskReader:

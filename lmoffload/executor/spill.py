@@ -11,9 +11,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from lmoffload.executor.pending import Pending
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.schedule import PAGE_BYTES
 
@@ -91,21 +92,11 @@ class SpillFile:
 
 
 @dataclass(slots=True)
-class Writing:
+class Writing(Pending):
     """A write task under way: pages of a buffer, each range to its place in the file."""
 
     file: SpillFile
     ranges: Sequence[tuple[memoryview, int]]
-    done: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
-    begin_s: float = 0.0
-    end_s: float = 0.0
-
-    def wait(self) -> None:
-        """Block until the bytes are written; raises the error of the thread that writes."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
 
 
 class DiskWriter:
