@@ -194,6 +194,12 @@ class DiskCosts:
         within = [rate for c in curves for at, rate in zip(c.x, c.y, strict=True) if at <= size]
         return max([*within, *(float(rate_at(curve, size)) for curve in curves)])
 
+    def least_s_per_byte(self, largest_piece: float, largest_unit: float) -> float:
+        """Seconds per byte that no read of a unit of so many bytes goes below: at the best rate, each piece by itself, until the queue is
+        empty."""
+        fit = self._read[min(self._read)].fit
+        return 1 / self.best_rate(largest_piece) + (fit.latency_s / largest_unit if fit is not None else 0.0)
+
 
 @dataclass(frozen=True)
 class Product:
