@@ -9,7 +9,7 @@ import torch
 
 from lmoffload.executor.buffers import Slab
 from lmoffload.executor.host import ThreadQueue
-from lmoffload.executor.resources import Tier
+from lmoffload.executor.resources import Queue, Tier
 
 COPY_BYTES = 512 * 2**10
 """Copied at once; another copy of the same direction may come between."""
@@ -33,16 +33,15 @@ class HeldLink:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """target uint8 [n], source uint8 [n]."""
         for first in range(0, source.numel(), COPY_BYTES):
-            end = min(source.numel(), first + COPY_BYTES)
+            end, begin_s = min(source.numel(), first + COPY_BYTES), time.perf_counter()
             target[first:end].copy_(source[first:end])
-            left = self._until(end - first) - time.perf_counter()
+            left = self._until(begin_s, end - first) - time.perf_counter()
             if left > SHORT_S:
                 time.sleep(left)
 
-    def _until(self, num_bytes: int) -> float:
-        """When so many more bytes may have passed."""
+    def _until(self, now: float, num_bytes: int) -> float:
+        """When bytes that set out now may have passed."""
         with self._lock:
-            now = time.perf_counter()
             begin = self._free_s if now - self._free_s < LATE_S else now
             self._free_s = begin + num_bytes / self.bytes_per_s
             self.moved_bytes += num_bytes
@@ -57,7 +56,9 @@ class EmulatedAccelerator:
     def __init__(self, memory_bytes: int, link_bytes_per_s: float) -> None:
         self.memory = Tier("device", memory_bytes, _arena)
         self.up, self.down = HeldLink(link_bytes_per_s), HeldLink(link_bytes_per_s)
-        self.compute, self.upload, self.download = (ThreadQueue(name) for name in ("device", "upload", "download"))
+        self.compute: Queue = ThreadQueue("device")
+        self.upload: Queue = ThreadQueue("upload")
+        self.download: Queue = ThreadQueue("download")
 
     def page_locked(self, num_bytes: int) -> Slab:
         return Slab(num_bytes)

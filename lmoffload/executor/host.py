@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from lmoffload.executor.resources import Event
 
 
-class Discarded(Exception):
+class DiscardedError(Exception):
     """A task was dropped before it began."""
 
 
@@ -48,8 +49,8 @@ class _Task:
 
 
 class ThreadQueue:
-    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it, and ends the tasks that
-    wait for it in the same way."""
+    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it, and the tasks that do
+    end in the same way."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -64,15 +65,17 @@ class ThreadQueue:
 
     def discard(self) -> None:
         self._discarding.set()
+
+    def drain(self) -> None:
         last = self.enqueue(_nothing)
-        last._ended.wait()
+        with suppress(DiscardedError):
+            last.wait()
         self._discarding.clear()
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._discarding.set()
-            self._tasks.put(None)
-            self._thread.join()
+        self._discarding.set()
+        self._tasks.put(None)
+        self._thread.join()
 
     def _serve(self) -> None:
         torch.set_num_threads(1)  # of this thread: parallelism is the pools'
@@ -84,7 +87,7 @@ class ThreadQueue:
         event = task.event
         try:
             if self._discarding.is_set():
-                raise Discarded
+                raise DiscardedError
             for before in task.waits:
                 before.wait()
             event.begin_s = time.perf_counter()

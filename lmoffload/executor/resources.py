@@ -44,7 +44,10 @@ class Queue(Protocol):
         """Add a task that begins when all before it in this queue, and all that it waits for, have ended. Returns at once."""
 
     def discard(self) -> None:
-        """Drop what has not begun and wait for what has; the queue can be used again."""
+        """Drop every task that has not begun, until `drain`."""
+
+    def drain(self) -> None:
+        """Wait until nothing is left; the queue takes tasks again."""
 
     def close(self) -> None:
         """Discard, and end the server."""

@@ -130,9 +130,9 @@ class Queues:
     """Every resource has its own queue.
 
     A unit's weights go up in one piece per micro-batch, between the loads of the unit that is computed `depth` units before, into one of
-    depth + 1 buffers, free once all micro-batches have computed the unit that had it. Keys and values that are away, and hidden states, have
-    two buffers, taken in turn by the uses (unit, micro-batch): a use is loaded while the one before computes, and computes when what the
-    use two before left in its buffer has been stored.
+    depth + 1 buffers, free once all micro-batches have computed the unit that had it. Keys and values that are away, and hidden states,
+    have two buffers, taken in turn by the uses (unit, micro-batch): a use is loaded while the one before computes, and computes when what
+    the use two before left in its buffer has been stored.
 
     Where the host attends, the device goes on with the next micro-batch, and takes up the rest of the layer together with the
     beginning of the next: while the host attends to one micro-batch the device computes the others. A layer's weights are then needed one

@@ -8,7 +8,28 @@ from __future__ import annotations
 from lmoffload_solver import counting
 from lmoffload_solver.chain_schedule import BatchWork, UnitWork
 from lmoffload_solver.decision import Decision, KVUnit
+from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload_solver.plan import Plan
+from lmoffload_solver.schedule import Piece, Unit
+
+
+def chain_units(model: ModelShape, plan: Plan) -> tuple[Unit, ...]:
+    """What one micro-batch computes between two switches: every layer, and the output head; with the matrices that are not at home on the
+    device."""
+
+    def pieces(tensors: tuple[TensorShape, ...]) -> tuple[Piece, ...]:
+        planned = plan.weights.tensors
+        return tuple(
+            Piece(t.name, 0, counting.matrix_size(t)[0], stored_bytes(t.shape, planned[t.name].format), t.num_runs)
+            for t in tensors
+            if planned[t.name].tier != "device"
+        )
+
+    layers = [counting.layer_matrices(model, layer) for layer in range(model.num_layers)]
+    units = [Unit(i, "layer", i, pieces(tensors), computes=tuple(t.name for t in tensors)) for i, tensors in enumerate(layers)]
+    rows = counting.matrix_size(model.head)[0]
+    return (*units, Unit(len(units), "head", None, pieces((model.head,)), 0, rows))
 
 
 def task_structure(model: ModelShape, decision: Decision, num_batches: int, num_steps: int) -> list[list[UnitWork]]:
