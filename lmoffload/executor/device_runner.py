@@ -19,7 +19,8 @@ from lmoffload.executor.tiered_kv import TieredKV
 from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.runtime import Runtime
-from lmoffload_solver.chain_schedule import WHOLE, Place, Share, step_by_step
+from lmoffload_solver.chain_layout import step_by_step
+from lmoffload_solver.chain_schedule import WHOLE, Place, Share
 from lmoffload_solver.chain_tasks import task_structure
 from lmoffload_solver.decision import Decision
 from lmoffload_solver.model import ModelShape

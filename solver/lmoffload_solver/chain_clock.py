@@ -2,7 +2,7 @@
 
 What a unit's tasks do depends on the unit, the one whose weights go up meanwhile, and on when resources, buffers and micro-batches are
 free, and on nothing else of the past. Where the same units meet the same times, the same follows, later by a constant.
-`chain_schedule.Queues` with a `Clock` is the reference.
+`chain_queues.Queues` with a `Clock` is the reference.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from lmoffload_solver.chain_schedule import NOTHING, Clock, Queues, UnitWork, lay_out
+from lmoffload_solver.chain_layout import lay_out
+from lmoffload_solver.chain_queues import Queues
+from lmoffload_solver.chain_schedule import NOTHING, Clock, UnitWork
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import Resource
 

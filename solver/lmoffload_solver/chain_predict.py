@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmoffload_solver.chain_clock import step_ends
+from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Graph, UnitWork, lay_out
+from lmoffload_solver.chain_schedule import Graph, UnitWork
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job
