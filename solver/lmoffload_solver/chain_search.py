@@ -181,6 +181,7 @@ class ChainSearch:
     def decision(self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...]) -> Decision:
         """The decision of a candidate and its placement; what neither reads nor attends needs no threads for it."""
         idle = not any(unit.home == "disk" or unit.host_attends for units in set(kv) for unit in units) and "disk" not in homes.values()
+        idle &= not self.domain.terms.shares_cores
         return Decision(
             micro_batch=candidate.micro_batch,
             num_micro_batches=candidate.num_micro_batches,
