@@ -8,7 +8,7 @@ choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +30,10 @@ from lmoffload_solver.workload import Limits
 
 MOST_MICRO_BATCHES = 24
 DEPTHS = (1, 2, 0)
+LARGE_HEAD = 0.1
+"""An output head that takes more than this share of the device is not placed in part by the program: what it gains is far from what whole
+tensors can."""
+
 HIDDEN: tuple[Tier, ...] = ("device", "host")
 
 
@@ -49,6 +53,8 @@ class ChainCandidate:
     """Whether the host attends to some of the keys and values that are not on the device."""
     assignment: int = 0
     """Of threads, of `ChainTerms.assignments`."""
+    head_at_home: bool | None = None
+    """Whether the output head lies on the device, where much hangs on it; None: as it turns out."""
 
     @property
     def pair(self) -> tuple[int, int]:
@@ -152,16 +158,20 @@ class ChainDomain:
         fits &= np.array([[self.variants.permits(formats, products, kv_format)] for formats, products, _ in variants])
         if not fits.any():
             return np.full(shape, np.inf)
-        bounds = closed_form_s(
-            self.terms,
-            self.terms.steps(kv_format),
-            np.stack([self.terms.packed(formats, products) for formats, products, _ in variants]),
-            Amounts(weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted),
-            depth=max(DEPTHS),
-            hidden=hidden == "host",
-            read_rate=self.terms.read_rate(None),
-        )
-        return np.where(fits, bounds, np.inf)
+        amounts = Amounts(weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted)
+        bounds = [
+            closed_form_s(
+                self.terms,
+                self.terms.least_steps(kv_format, on_device),
+                np.stack([self.terms.packed(formats, products, on_device) for formats, products, _ in variants]),
+                amounts,
+                depth=max(DEPTHS),
+                hidden=hidden == "host",
+                read_rate=self.terms.read_rate(None),
+            )
+            for on_device in self.terms.devices
+        ]
+        return np.where(fits, np.minimum.reduce(bounds), np.inf)
 
     def _largest(self, formats: Formats) -> float:
         sizes = self.terms.sizes(formats)
@@ -174,6 +184,14 @@ class ChainDomain:
         kv_bytes = self.kv_bytes(candidate)
         everything_home = self.terms.sizes(candidate.formats).total + kv_bytes <= rooms["device"]
         depths = DEPTHS[:1] if everything_home else DEPTHS
+        if self.terms.sizes(candidate.formats).classes["head"] > LARGE_HEAD * rooms["device"] and not everything_home:
+            candidates = [replace(candidate, head_at_home=at_home) for at_home in (True, False)]
+        else:
+            candidates = [candidate]
+        for one in candidates:
+            yield from self._opened(one, depths)
+
+    def _opened(self, candidate: ChainCandidate, depths: Sequence[int]) -> Iterator[ChainCandidate]:
         alone, both = self.terms.worth_trying(candidate.num_micro_batches)
         yield from (replace(candidate, prefetch_depth=depth, attends=False, assignment=number) for depth in depths for number in alone)
         for number in both:
@@ -209,6 +227,12 @@ class ChainDomain:
         disk = left["disk"] if self.terms.read_rate(candidate.assignment) else 0.0
         return Rooms(left["device"], left["host"], disk, self.memory.weights_capacity - self.memory.vectors)
 
+    def least_s(self, candidate: ChainCandidate) -> float:
+        """Seconds of the device's work alone, under the candidate's threads."""
+        steps = self.terms.of_pair(candidate.pair, candidate.kv_format, candidate.hidden == "host", candidate.assignment)
+        packed = self.terms.packed_of_pair(candidate.pair, candidate.formats, candidate.products, candidate.assignment)
+        return float(steps.weight @ (steps.device + packed))
+
     def choices(self, candidate: ChainCandidate) -> ChainChoices:
         """The program's constants."""
         kv_bytes, rooms = self.kv_bytes(candidate), self.rooms(candidate)
@@ -235,6 +259,7 @@ class ChainDomain:
             contention=self.terms.contention,
             crowded={pair: slow for pair, slow in slowdowns.items() if pair != ("upload", "host_attention")},
             attends=candidate.attends,
+            head_at_home=candidate.head_at_home,
             disk_kv=bool(read_rate) and sizes.total + kv_bytes + buffers > rooms["device"] + rooms["host"],
         )
 

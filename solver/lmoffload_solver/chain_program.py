@@ -61,6 +61,8 @@ class ChainChoices:
     """Of other pairs of resources."""
     attends: bool
     """Whether the host may attend."""
+    head_at_home: bool | None
+    """Whether the output head lies on the device; None: in part, if need be."""
     disk_kv: bool
     """Whether keys and values may lie on disk."""
 
@@ -116,6 +118,10 @@ class ChainProgram:
             self.upper[self.kv + place] = 0.0 if barred else 1.0
         if not choices.read_bytes_per_s:
             self.upper[2 : self.kv : 3] = 0.0
+        if choices.head_at_home is not None:
+            head = 3 * self.classes.index("head")
+            self.upper[head + 1 : head + 3 if choices.head_at_home else head] = 0.0
+            self.upper[head] *= choices.head_at_home
 
     @property
     def variable_names(self) -> list[str]:

@@ -106,6 +106,8 @@ class ChainSearch:
                 return best
             if following is not None and is_open:
                 for candidate in self.domain.open(following.candidate):
+                    if best is not None and self.domain.least_s(candidate) >= best.simulated.total_s * (1 - SAME):
+                        continue
                     program = ChainProgram(self.domain.choices(candidate))
                     solution = self._solve(program)
                     if solution is None:

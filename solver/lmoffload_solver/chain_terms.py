@@ -88,6 +88,11 @@ class ChainTerms:
         self.costs = DeviceCosts(machine, disk, own_runtime())
         self.shares_cores = bool(self.cores.device_threads)
         """The device computes on the host's cores, so that its times depend on the threads too."""
+        computing = [threads["compute"] for threads in self.assignments]
+        self._same_device = [computing.index(count) for count in computing]
+        """For every assignment the first that gives the device as much."""
+        self.devices: tuple[int | None, ...] = tuple(sorted(set(self._same_device))) if self.shares_cores else (None,)
+        """Assignments that differ in what they give the device, the most last; None: it has its own."""
         self.layers = Counter(job.kinds)
         blocks = [list(job.blocks(*pair)) for pair in pairs]
         ends = np.cumsum([0, *map(len, blocks)]).tolist()
@@ -102,6 +107,7 @@ class ChainTerms:
         self.contention = self.costs.contention.get(("upload", "host_attention"), Contention())
         """Of uploads and the host's attention, under every assignment of threads."""
         self.costs_with = cache(self._costs_with)
+        self.least_steps = cache(self._least_steps)
         self.steps, self.packed, self.sizes = cache(self._steps), cache(self._packed), cache(self._sizes)
         self.of_pair, self.read_rate, self.attention_shares = cache(self._of_pair), cache(self._read_rate), cache(self._attention_shares)
 
@@ -165,14 +171,17 @@ class ChainTerms:
 
     def _packed(self, formats: tuple[tuple[TensorClass, str], ...], products: tuple[str, str], assignment: int | None = None) -> Array:
         """Seconds that formats of the weights and ways of the products add to the device's work, by step and batch: what is widened once
-        for all micro-batches, or what products take longer; negative where they take less. `assignment` None: the least of all."""
-        if self.shares_cores and assignment is None:
-            return np.asarray(np.minimum.reduce([self.packed(formats, products, number) for number in range(len(self.assignments))]))
+        for all micro-batches, or what products take longer; negative where they take less."""
+        if assignment is not None and self._same_device[assignment] != assignment:
+            return self.packed(formats, products, self._same_device[assignment])
         costs = self.costs_with(assignment) if self.shares_cores else self.costs
         prices, chosen = BatchPrices(self.job, costs, "fp16", "device"), dict(formats)
         groups: list[tuple[int | None, int]] = [*self.layers.items(), (None, 1)]
         found: Array = np.zeros(self.weight.shape)
         for row, step in enumerate(self.job.steps):
+            if row > 1:
+                found[row] = found[1]  # all decode steps compute as many rows
+                continue
             size, way = self.job.size(self.blocks, step.step), products[min(1, step.step)]
             for layer, count in groups:
                 if costs.processing.in_products(way):
@@ -183,8 +192,6 @@ class ChainTerms:
 
     def _steps(self, kv_format: str, assignment: int | None = None) -> StepTerms:
         """Steps × batches, hidden states on the host; `assignment` of `assignments`, None: the best of all for each resource."""
-        if self.shares_cores and assignment is None:
-            return least_of([self.steps(kv_format, number) for number in range(len(self.assignments))])
         costs = self.costs_with(assignment)
         prices = BatchPrices(self.job, costs, kv_format, "host")
         shape = self.weight.shape
@@ -230,6 +237,12 @@ class ChainTerms:
             hidden["store"],
             hidden["largest"],
         )
+
+    def _least_steps(self, kv_format: str, device: int | None) -> StepTerms:
+        """What no assignment with this much for the device goes below."""
+        if device is None:
+            return self.steps(kv_format)
+        return least_of([self.steps(kv_format, number) for number, same in enumerate(self._same_device) if same == device])
 
     def _of_pair(self, pair: tuple[int, int], kv_format: str, hidden_moves: bool, assignment: int) -> StepTerms:
         """The steps of one batch's blocks, one after another."""

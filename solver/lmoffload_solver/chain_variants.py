@@ -155,7 +155,7 @@ class KernelVariants:
         rows = slice(0, 1) if phase == 0 else slice(1, None)
         seconds = []
         for name in names:
-            weighed = (self.terms.packed(formats, (name, name)) * self.terms.weight)[rows].sum(axis=0)
+            weighed = (self.terms.packed(formats, (name, name), self.terms.devices[-1]) * self.terms.weight)[rows].sum(axis=0)
             seconds.append(np.add.reduceat(weighed, self.terms.starts))
         return [names[number] for number in np.argmin(seconds, axis=0)]
 

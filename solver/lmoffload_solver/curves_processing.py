@@ -5,6 +5,7 @@ All is priced as on a machine without a device (`costs.MachineCosts`), each with
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -16,7 +17,6 @@ from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape
 from lmoffload_solver.processing import Attended, Formats, Matrices
 from lmoffload_solver.schedule import PAGE_BYTES
-from lmoffload_solver.variants import kept_as
 
 
 class CurvesProcessing:
@@ -41,18 +41,19 @@ class CurvesProcessing:
         return self.device.layer_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, _padded(model, tokens)) + self.handover_s + more_s
 
     def head_s(self, model: ModelShape, rows: Amount) -> Amount:
-        return self._head_s(model, ANY_FORMAT_KERNEL, rows) + self.handover_s
+        return self._head_s(model.head.format, ANY_FORMAT_KERNEL, model, rows) + self.handover_s
 
-    def _head_s(self, model: ModelShape, products: str, rows: Amount) -> Amount:
-        return self.device.head_seconds(model, products, np.ceil(np.asarray(rows) / counting.ROW_MULTIPLE) * counting.ROW_MULTIPLE)
+    def _head_s(self, format_name: str, products: str, model: ModelShape, rows: Amount) -> Amount:
+        padded = np.ceil(np.asarray(rows) / counting.ROW_MULTIPLE) * counting.ROW_MULTIPLE
+        return self.device.linear.seconds(products, format_name, *counting.matrix_size(model.head), padded)
 
     def product_gain_s(self, model: ModelShape, layer: int | None, tokens: Amount, formats: Formats, products: str) -> Amount:
         chosen = tuple(formats.items())
         if not chosen and products == ANY_FORMAT_KERNEL:
             return 0.0
         if layer is None:
-            kept = kept_as(model, formats) if model.head.tensor_class in formats else model
-            return self._head_s(kept, products, tokens) - self._head_s(model, ANY_FORMAT_KERNEL, tokens)
+            kept_s = self._head_s(formats.get(model.head.tensor_class, model.head.format), products, model, tokens)
+            return kept_s - self._head_s(model.head.format, ANY_FORMAT_KERNEL, model, tokens)
         rows = _padded(model, tokens)
         kept_s = sum(self.device.linear_seconds(self._kind(model, chosen, layer), products, rows))
         return kept_s - sum(self.device.linear_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, rows))
@@ -114,7 +115,10 @@ class CurvesProcessing:
 
 
 def _kind(model: ModelShape, formats: tuple[tuple[str, str], ...], layer: int) -> LayerKind:
-    return LayerKind.of(kept_as(model, dict(formats)), layer)  # type: ignore[arg-type]
+    """A layer whose matrices are kept in other formats."""
+    kind, chosen = LayerKind.of(model, layer), dict(formats)
+    matrices = zip(kind.products, counting.layer_matrices(model, layer), strict=True)
+    return replace(kind, products=tuple(replace(one, format=chosen.get(t.tensor_class, one.format)) for one, t in matrices))
 
 
 def _padded(model: ModelShape, tokens: Amount) -> Amount:

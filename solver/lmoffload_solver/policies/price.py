@@ -90,7 +90,7 @@ def price_row(
     """
     _require_device(machine, "flexgen")
     if isinstance(machine.accelerator, EmulatedDevice):
-        raise StatedError("A policy file is for a machine with a device of its own; name one with --machine, or leave out --emulate-device.")
+        raise StatedError("A policy file is for a machine with a device of its own: name one with --machine, without --emulate-device.")
     job, decision = Job(model, workload), flexgen_decision(model, row)
     over = [
         f"By our count the policy needs {peak} bytes of {tier}, which has {capacity}."
