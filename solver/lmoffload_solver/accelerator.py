@@ -39,8 +39,8 @@ class Accelerator(Value):
 
 
 class EmulatedDevice(Value):
-    """An accelerator that is not there: an arena in host memory behind copy threads held to a rate, with a compute thread of its own that runs
-    the host's kernels on the host's cores."""
+    """An accelerator that is not there: an arena in host memory behind copy threads held to a rate, and a compute thread that runs the
+    host's kernels on the host's cores."""
 
     memory_bytes: int = Field(gt=0)
     bytes_per_s: float = Field(gt=0)

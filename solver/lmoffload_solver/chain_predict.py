@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmoffload_solver.chain_clock import step_ends
 from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Graph, UnitWork
+from lmoffload_solver.chain_schedule import Graph
+from lmoffload_solver.chain_slowing import busy_of
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job
@@ -85,25 +84,6 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
             step_s = seconds[1] / (block.count * (job.gen_len - 1))
     phases = [PhaseSeconds(seconds[p], busy[p], widening[p], packing[p]) for p in (0, 1)]
     return ChainSimulated(phases[0], phases[1], step_s, tasks)
-
-
-def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
-    """Seconds that each resource works in a step."""
-    busy: dict[Resource, float] = {}
-    different = {id(unit): unit for unit in units}
-    for number, times in Counter(map(id, units)).items():
-        unit = different[number]
-        amounts: dict[Resource, float] = {
-            "disk_read": unit.read + sum(b.read for b in unit.batches),
-            "upload": unit.upload + sum(b.load_kv + b.load_hidden for b in unit.batches),
-            "device": unit.dequantize + sum(b.compute + b.quantize + b.after for b in unit.batches),
-            "host_attention": sum(b.attend for b in unit.batches),
-            "download": sum(b.store_kv + b.store_hidden for b in unit.batches),
-            "disk_write": sum(b.write for b in unit.batches),
-        }
-        for resource, amount in amounts.items():
-            busy[resource] = busy.get(resource, 0.0) + times * amount
-    return busy
 
 
 def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision) -> list[Timed]:

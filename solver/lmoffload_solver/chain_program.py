@@ -9,7 +9,7 @@ The rows are data: `chain_solver` hands them to HiGHS as arrays, and `as_pulp` w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -18,8 +18,9 @@ import numpy as np
 
 from lmoffload_solver.chain_terms import PLACES, Array, Sizes, StepTerms
 from lmoffload_solver.costs import Contention
+from lmoffload_solver.device_costs import Pair
 from lmoffload_solver.device_memory import KVBuffers
-from lmoffload_solver.value import TensorClass, Tier
+from lmoffload_solver.value import Resource, TensorClass, Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -55,8 +56,13 @@ class ChainChoices:
     read_bytes_per_s: float
     """0: the disk is not used."""
     contention: Contention
+    """Of uploads and the host's attention."""
+    crowded: Mapping[Pair, Contention]
+    """Of other pairs of resources."""
     attends: bool
     """Whether the host may attend."""
+    head_at_home: bool | None
+    """Whether the output head lies on the device; None: in part, if need be."""
     disk_kv: bool
     """Whether keys and values may lie on disk."""
 
@@ -112,6 +118,10 @@ class ChainProgram:
             self.upper[self.kv + place] = 0.0 if barred else 1.0
         if not choices.read_bytes_per_s:
             self.upper[2 : self.kv : 3] = 0.0
+        if choices.head_at_home is not None:
+            head = 3 * self.classes.index("head")
+            self.upper[head + 1 : head + 3 if choices.head_at_home else head] = 0.0
+            self.upper[head] *= choices.head_at_home
 
     @property
     def variable_names(self) -> list[str]:
@@ -130,6 +140,7 @@ class ChainProgram:
         yield self.download()
         yield self.host_attention()
         yield self.path()
+        yield from self.crowded()
         if not self.choices.prefetch_depth and not self.choices.attends:
             yield self.serial()
 
@@ -213,6 +224,37 @@ class ChainProgram:
         steps, one = self.choices.steps, 1 / self.choices.steps.num_batches
         attended = (steps.attend_device + steps.attend_host) * one[:, None]
         return self._per_step("path", kv=attended, constant=(steps.device + self.choices.fused_s) * one)
+
+    def crowded(self) -> Iterator[Rows]:
+        """first+second.e and second+first.e of each pair that slow each other by a and b: T_e >= A_e + B_e·b·(1 − 1/a), and the other way
+        round."""
+        for (first, second), slow in self.choices.crowded.items():
+            one, other = self._work_of(first), self._work_of(second)
+            if one is None or other is None:
+                continue
+            for name, this, that, share in (
+                (f"{first}+{second}", one, other, slow.compute * (1 - 1 / slow.read)),
+                (f"{second}+{first}", other, one, slow.read * (1 - 1 / slow.compute)),
+            ):
+                kv, constant, weights = (a + share * b for a, b in zip(this, that, strict=True))
+                yield self._per_step(name, kv=kv, constant=constant, weights=weights)
+
+    def _work_of(self, resource: Resource) -> tuple[Array, Array, Array] | None:
+        """Seconds of a resource in every step: of keys and values by place, always, of weights by class and tier; None: it is not used."""
+        steps, choices, nothing = self.choices.steps, self.choices, np.zeros(self.num_variables)
+        if resource == "device":
+            return steps.attend_device, steps.device + choices.packed_s, nothing
+        if resource == "host_attention":
+            return steps.attend_host, np.zeros(self.num_steps), nothing
+        if resource == "download":
+            return steps.store, steps.store_hidden - 2 * steps.largest_store, nothing
+        rate = choices.upload_bytes_per_s if resource == "upload" else choices.read_bytes_per_s
+        if not rate:
+            return None
+        early = np.where(steps.early, choices.early_bytes / rate, 0.0)
+        if resource == "upload":
+            return steps.upload, steps.load_hidden - early, self._bytes("host", "disk") * (GB / rate)
+        return steps.read, -early, self._bytes("disk") * (GB / rate)
 
     def serial(self) -> Rows:
         """serial.e, without prefetch where the device alone attends: a unit's weights go up when the unit before is computed, and are

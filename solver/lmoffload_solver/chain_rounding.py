@@ -8,7 +8,7 @@ difference between the program's value and the simulated time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -70,7 +70,11 @@ class Rooms:
 class WeightPlacer:
     """Places the matrices of a model kept in some formats."""
 
-    def __init__(self, model: ModelShape, formats: dict[TensorClass, str]) -> None:
+    def __init__(
+        self, model: ModelShape, formats: dict[TensorClass, str], room_bytes: Callable[[TensorShape, int], int] | None = None
+    ) -> None:
+        """`room_bytes`: what a tensor of some bytes takes in memory; those bytes unless given."""
+        self._room_bytes = room_bytes
         groups = [[(self._size(t, formats), t.name) for t in counting.layer_matrices(model, layer)] for layer in range(model.num_layers)]
         groups.append([(self._size(model.head, formats), model.head.name)])
         placed = {name for group in groups for _, name in group}
@@ -120,9 +124,9 @@ class WeightPlacer:
                 found[key] = None
                 yield homes
 
-    @staticmethod
-    def _size(tensor: TensorShape, formats: dict[TensorClass, str]) -> int:
-        return counting.tensor_bytes(tensor, formats.get(tensor.tensor_class))
+    def _size(self, tensor: TensorShape, formats: dict[TensorClass, str]) -> int:
+        size = counting.tensor_bytes(tensor, formats.get(tensor.tensor_class))
+        return size if self._room_bytes is None else self._room_bytes(tensor, size)
 
 
 def _cuts(order: SpreadOrder, rooms: Rooms, slots: int) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from lmoffload_solver.accelerator import Accelerator, Rate, Source
+from lmoffload_solver.accelerator import Accelerator, EmulatedDevice, Rate, Source
 from lmoffload_solver.value import Tier, Value
 
 
@@ -133,6 +133,8 @@ class Overheads(Value):
     """Rate at which `counting.elementwise_bytes` of a layer are worked off (norms, rotary embedding, activation, residuals)."""
     random_read_s: float = Field(ge=0)
     """One direct 4 KiB read of a table row on disk."""
+    handover_s: float | None = Field(default=None, ge=0)
+    """Handing a task from one thread to another that waits for it; None where it was not measured."""
 
     def call_s(self, threads: int) -> float:
         """Handing one linear layer to a pool of `threads`: as measured with the nearest number, the larger of two equally near."""
@@ -186,6 +188,8 @@ class MachineProfile(Value):
     host: HostLimits
     processors: tuple[Processor, ...] = Field(min_length=1)
     memory: tuple[MemoryRate, ...]
+    copies: tuple[MemoryRate, ...] = ()
+    """Bytes per second copied within a tier's memory, beyond the last-level cache."""
     disks: tuple[Disk, ...]
     links: tuple[Link, ...] = ()
     linear: tuple[LinearCurve, ...]
@@ -197,7 +201,7 @@ class MachineProfile(Value):
     versions: dict[str, str] = Field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     """What could not be measured or is unsteady, one sentence each."""
-    accelerator: Accelerator | None = None
+    accelerator: Accelerator | EmulatedDevice | None = None
     """None: the compute tier is host memory."""
     rates: tuple[Rate, ...] = ()
     """Attention, quantizing and dequantizing by processor and way."""

@@ -1,0 +1,82 @@
+"""The machine that emulating a device makes of a measured one: no new measurement, only what its curves already say."""
+
+from __future__ import annotations
+
+from lmoffload_solver.accelerator import EmulatedDevice
+from lmoffload_solver.errors import StatedError
+from lmoffload_solver.machine import Contention, Curve, Link, MachineProfile, MemoryRate
+from lmoffload_solver.value import Tier
+
+COPY_SIZES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**28)
+
+WHOLE_COPY_SHARE = 1 / 3
+"""Rate of copying over that of reading, where copying was not measured: a copy reads, reads what it will overwrite, and writes."""
+
+
+def emulated(profile: MachineProfile, device: EmulatedDevice) -> MachineProfile:
+    """A machine with an emulated device: its memory is taken from the host's, and its links are held to its rate.
+
+    Raises:
+        StatedError: the machine has a device, or not the memory for one.
+    """
+    if profile.accelerator is not None:
+        raise StatedError(f"The machine {profile.name!r} has a device; name one without to emulate a device on it.")
+    left = profile.host.memory_usable_bytes - device.memory_bytes
+    if left <= profile.base_bytes:
+        size = device.memory_bytes
+        raise StatedError(f"An emulated device of {size} bytes leaves {max(0, left)} bytes to the process; emulate a smaller one.")
+    copying = copy_rate(profile)
+    return profile.model_copy(
+        update={
+            "name": f"{profile.name}, emulating {device.memory_bytes} bytes at {device.bytes_per_s:g} bytes/s",
+            "host": profile.host.model_copy(update={"memory_usable_bytes": left}),
+            "accelerator": device,
+            "links": links_of(device, copying, profile.overheads.handover_s or 0.0),
+            "contention": (*profile.contention, *_contention(profile, device, copying)),
+        }
+    )
+
+
+def copy_rate(profile: MachineProfile) -> float:
+    """Bytes per second that one thread copies in host memory."""
+    measured = [rate.bytes_per_s for rate in profile.copies if rate.threads == 1]
+    return measured[0] if measured else WHOLE_COPY_SHARE * _one_thread(profile.memory)
+
+
+def links_of(device: EmulatedDevice, copying: float, handover_s: float) -> tuple[Link, ...]:
+    """Each way: a task handed to the thread, and bytes at the rate, or as fast as they are copied."""
+    rate = min(device.bytes_per_s, copying)
+    speeds = tuple(size / (handover_s + size / rate) for size in COPY_SIZES)
+    curve = Curve(x=COPY_SIZES, y=speeds, spread=(0.0,) * len(COPY_SIZES))
+    near: Tier = "device"
+    return tuple(
+        Link(near=near, far="host", direction=direction, page_locked=True, bytes_per_s=curve) for direction in ("upload", "download")
+    )
+
+
+def _contention(profile: MachineProfile, device: EmulatedDevice, copying: float) -> tuple[Contention, ...]:
+    """Of copies and reads with computing. A copy held to a rate works for a share of the time: it slows others by that share of what one
+    at full speed does, and has time to spare itself."""
+    share = min(1.0, device.bytes_per_s / copying)
+    full = _measured(profile, "copy", "host_compute")
+    slow_copy, slow_compute = max(1.0, share * full[0]), 1 + share * (max(1.0, full[1]) - 1)
+    found = []
+    for link in ("upload", "download"):
+        found.append(Contention(first=link, second="device", first_slowdown=slow_copy, second_slowdown=slow_compute))
+    found.append(Contention(first="upload", second="host_attention", first_slowdown=slow_copy, second_slowdown=slow_compute))
+    slow_read, slow_compute = _measured(profile, "disk_read", "host_compute")
+    for computing in ("device", "host_attention"):
+        found.append(Contention(first="disk_read", second=computing, first_slowdown=slow_read, second_slowdown=slow_compute))
+    return tuple(found)
+
+
+def _measured(profile: MachineProfile, first: str, second: str) -> tuple[float, float]:
+    """The slowdowns of a pair; 1 where it was not measured."""
+    for entry in profile.contention:
+        if (entry.first, entry.second) == (first, second):
+            return entry.first_slowdown, entry.second_slowdown
+    return 1.0, 1.0
+
+
+def _one_thread(rates: tuple[MemoryRate, ...]) -> float:
+    return min(rates, key=lambda rate: rate.threads).bytes_per_s
