@@ -34,6 +34,7 @@ from lmoffload.modeling.rotary import follows_length, switches_at
 from lmoffload.modeling.runtime import Runtime
 from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
 from lmoffload_solver.schedule import units_of
@@ -330,6 +331,8 @@ class Engine:
     def _check_bytes(self) -> None:
         """Bytes in memory are the plan's, exactly: an option that was accepted but has no effect is a fault."""
         planned = sum(size for tier, size in self.plan.weights.bytes.items() if tier != "disk")
+        tables = [t for t in self.shape.tensors if t.is_table and self.plan.weights.tensors[t.name].tier != "disk"]
+        planned -= sum(stored_bytes(t.shape, t.format) for t in tables)  # mapped from their file, their rows read as they are looked up
         got = self.weights.resident_bytes + self.weights.vector_bytes
         if got != planned:
             raise StatedError(f"The weights in memory take {got} bytes where the plan has {planned}: make a new plan.")

@@ -49,12 +49,14 @@ class _Task:
 
 
 class ThreadQueue:
-    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it, and the tasks that do
-    end in the same way."""
+    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it; the tasks that do, and
+    those behind it in the queue, end in the same way."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._discarding = threading.Event()
+        self._failed: BaseException | None = None
+        """What ended a task early since the queue was drained last."""
         self._thread = threading.Thread(target=self._serve, name=f"lmoffload-{name}", daemon=True)
         self._thread.start()
 
@@ -68,8 +70,9 @@ class ThreadQueue:
 
     def drain(self) -> None:
         last = self.enqueue(_nothing)
-        with suppress(DiscardedError):
+        with suppress(BaseException):  # told to those who waited for the task itself
             last.wait()
+        self._failed = None
         self._discarding.clear()
 
     def close(self) -> None:
@@ -88,13 +91,15 @@ class ThreadQueue:
         try:
             if self._discarding.is_set():
                 raise DiscardedError
+            if self._failed is not None:
+                raise self._failed
             for before in task.waits:
                 before.wait()
             event.begin_s = time.perf_counter()
             task.run()
             event.end_s = time.perf_counter()
         except BaseException as error:  # surfaces in the thread that waits
-            event.error = error
+            event.error = self._failed = error
         finally:
             event.end()
 

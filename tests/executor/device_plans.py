@@ -12,6 +12,8 @@ from lmoffload_solver.chain_plan import plan_of
 from lmoffload_solver.counting import main_format
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.emulated import emulated
+from lmoffload_solver.formats import KV_FORMATS
+from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.runtime import Runtime, own_runtime
@@ -23,6 +25,15 @@ GIB = 2**30
 PLACES = (
     KVUnit("device", "device"), KVUnit("host", "device"), KVUnit("disk", "device"), KVUnit("host", "host"), KVUnit("disk", "host"),
 )  # fmt: skip
+
+
+def toy_machine() -> MachineProfile:
+    """One whose curves know every format of keys and values, and the kernel for quantized weights."""
+    base = machine()
+    attention = [replaced for curve in base.attention for replaced in (curve.model_copy(update={"format": name}) for name in KV_FORMATS)]
+    linear = [c.model_copy(update={"format": "int8", "kernel": "fused_dot"}) for c in base.linear if c.format == "bf16"]
+    linear += [curve.model_copy(update={"kernel": "fused_dot"}) for curve in base.linear if curve.format == "bf16"]
+    return base.model_copy(update={"attention": tuple(attention), "linear": (*base.linear, *linear)})
 
 
 def make_decision(
@@ -60,7 +71,8 @@ def random_decision(shape: ModelShape, chance: random.Random, **fixed: object) -
     """Every choice at random, but for those that are fixed."""
     tiers: tuple[Tier, ...] = ("device", "host", "disk")
     names = [tensor.name for tensor in shape.tensors if tensor.is_matrix]
-    count = chance.choice([1, 2, 3])
+    count = fixed.get("num_micro_batches") or chance.choice([1, 2, 3])
+    assert isinstance(count, int)
     choices = {
         "homes": {name: chance.choice(tiers) for name in names},
         "kv": [[chance.choice(PLACES) for _ in range(count)] for _ in shape.layers],
@@ -88,4 +100,4 @@ def device_plan(
     work = Workload.of_lengths(list(lengths), new_tokens, "exact" if exact else "any")
     device = EmulatedDevice(memory_bytes=memory_bytes, bytes_per_s=bytes_per_s)
     limits = Limits(emulated_device=device)
-    return plan_of(Job(checkpoint.shape, work), emulated(machine(), device), decision, digest=checkpoint.fingerprint, limits=limits)
+    return plan_of(Job(checkpoint.shape, work), emulated(toy_machine(), device), decision, digest=checkpoint.fingerprint, limits=limits)
