@@ -49,8 +49,8 @@ class _Task:
 
 
 class ThreadQueue:
-    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it; the tasks that do, and
-    those behind it in the queue, end in the same way."""
+    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it; tasks that do, and those
+    behind it in the queue, end in the same way."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
