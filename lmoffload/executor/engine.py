@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner, phase_kernel
+from lmoffload.executor.device_batch import DeviceBatch
+from lmoffload.executor.device_runner import DeviceRunner
+from lmoffload.executor.device_side import DeviceSide
 from lmoffload.executor.mean_squares import MeanSquares
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
@@ -20,6 +23,7 @@ from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.request import Completion, Progress, Request, Score
 from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
+from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.decode_attention import decode_kernel
 from lmoffload.kernels.linear import KERNELS, verify_row_invariance
@@ -34,7 +38,7 @@ from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.soundness import check_plan
-from lmoffload_solver.value import Kind, Resource
+from lmoffload_solver.value import Kind, Resource, Tier
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint, StoreProgress
@@ -88,7 +92,8 @@ class Engine:
         self._decode = decode
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
-        units = self.units = units_of(self.shape, plan)
+        self._device = DeviceSide.of(self.shape, plan)
+        units = self.units = units_of(self.shape, plan) if self._device is None else self._device.units
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)
         if plan.prefill_chunk is not None and follows_length(config):
@@ -98,7 +103,11 @@ class Engine:
         self._pool = Pool(plan.threads.get("compute", 1))
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
         try:
-            self.weights = WeightStore(checkpoint, plan, units, self._reader)
+            self.weights: WeightStore | TieredWeights
+            if self._device is None:
+                self.weights = WeightStore(checkpoint, plan, units, self._reader)
+            else:
+                self.weights = self._device.weights(checkpoint, plan, self._reader)
             self._check_bytes()
             heads = tuple(unit.index for unit in units if unit.kind == "head")
             runtime = self._runtime = Runtime(self.weights, self._pool, heads, self.meter)
@@ -107,7 +116,7 @@ class Engine:
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
             self._check_rows()
             decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
-            self._blocks = BlockRunner(model, units, plan, runtime, self.weights, self._reader, self.meter, self._kv_folder(cache))
+            self._blocks = self._runner(model, self._kv_folder(cache))
         except BaseException:
             self.close()
             raise
@@ -212,7 +221,7 @@ class Engine:
     def report(self) -> RunReport:
         """What has been run since the engine was opened, beside what was predicted."""
         peak = process.peak_resident_bytes()
-        measured = self.meter.figures(peak, self.base_bytes)
+        measured = self.meter.figures(self._peak_bytes(peak), self.base_bytes)
         predicted = self.plan.predicted
         shared = {"disk_read"} if "load_kv" in self.meter.counts else set()
         kinds = {kind: TASK_RESOURCE.get(kind) for kind in self.meter.counts}
@@ -223,7 +232,8 @@ class Engine:
             measured=measured,
             error=relative_errors(predicted, measured),
             machine=self.plan.machine,
-            resident_bytes={"host": self.weights.resident_bytes + self.weights.vector_bytes},
+            emulated=self._device is not None and self._device.accelerator.emulated,
+            resident_bytes=self._resident_bytes(),
             bytes_read=self.bytes_read,
             prompts_computed=self.meter.prompts,
             tasks={
@@ -243,6 +253,8 @@ class Engine:
 
     def close(self) -> None:
         """End every thread and give torch back its own; the engine cannot be used afterwards."""
+        if self._device is not None:
+            self._device.close()
         self._reader.close()
         self._pool.close()
         torch.set_num_threads(self._torch_threads)
@@ -263,10 +275,14 @@ class Engine:
         size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
         batches = [rows[i : i + size] for i in range(0, len(rows), size)]
         made = [
-            MicroBatch(i % per_block, batch, self.shape, self.plan, self._pool, every_logit, keep_logits)
+            (MicroBatch if self._device is None else DeviceBatch)(
+                i % per_block, batch, self.shape, self.plan, self._pool, every_logit, keep_logits
+            )
             for i, batch in enumerate(batches)
         ]
         blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]
+        if self._device is not None:
+            return blocks
         in_memory = max((sum(batch.cache_bytes for batch in block) for block in blocks), default=0)
         on_disk = max((sum(s.num_bytes for batch in block for s in batch.spilled.values()) for block in blocks), default=0)
         planned_bytes = self.plan.kv.bytes.get("host", 0), self.plan.kv.bytes.get("disk", 0)
@@ -279,9 +295,29 @@ class Engine:
                 )
         return blocks
 
+    def _runner(self, model: Any, kv_folder: Path) -> BlockRunner | DeviceRunner:
+        if self._device is None:
+            assert isinstance(self.weights, WeightStore)
+            return BlockRunner(model, self.units, self.plan, self._runtime, self.weights, self._reader, self.meter, kv_folder)
+        assert isinstance(self.weights, TieredWeights)
+        return self._device.runner(model, self.shape, self.plan, self._runtime, self.weights, self._reader, self.meter, kv_folder)
+
     @staticmethod
     def _kv_folder(cache: Path | None) -> Path:
         return (Settings.of_user().cache_directory if cache is None else cache) / "kv"
+
+    def _resident_bytes(self) -> dict[Tier, int]:
+        if isinstance(self.weights, TieredWeights):
+            homes = self.weights.home_bytes
+            return {**homes, "device": homes["device"] + self.weights.device_vector_bytes}
+        return {"host": self.weights.resident_bytes + self.weights.vector_bytes}
+
+    def _peak_bytes(self, resident: int) -> dict[Tier, int]:
+        """By tier. An emulated device's memory is the process's own, and counted apart."""
+        if self._device is None:
+            return {"host": resident}
+        device = self._device.accelerator.memory.peak_bytes
+        return {"device": device, "host": max(0, resident - device) if self._device.accelerator.emulated else resident}
 
     def _check_positions(self, request: Request) -> None:
         length, total = len(request.token_ids), len(request.token_ids) + request.max_new_tokens

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Predicted
 from lmoffload_solver.schedule import Task
-from lmoffload_solver.value import Kind, Resource
+from lmoffload_solver.value import Kind, Resource, Tier
 
 if TYPE_CHECKING:
     from lmoffload.kernels.matrix import Matrix
@@ -146,7 +146,7 @@ class Meter:
             self.num_full_steps += 1
             self.full_steps_s += seconds
 
-    def figures(self, peak_bytes: int, base_bytes: int) -> Predicted:
+    def figures(self, peak_bytes: dict[Tier, int], base_bytes: int) -> Predicted:
         """The same quantities as a prediction, measured."""
         total = self.prefill_s + self.decode_s
         return Predicted(
@@ -157,6 +157,6 @@ class Meter:
             decode_tokens_per_s=self.decode_tokens / self.decode_s if self.decode_s else 0.0,
             step_s=self.full_steps_s / self.num_full_steps if self.num_full_steps else 0.0,
             resources=dict(self.busy),
-            peak_bytes={"host": peak_bytes},
+            peak_bytes=peak_bytes,
             base_bytes=base_bytes,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmoffload_solver.chain_clock import step_ends
+from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Graph, lay_out
+from lmoffload_solver.chain_schedule import Graph
 from lmoffload_solver.chain_slowing import busy_of
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of

@@ -161,6 +161,11 @@ class Plan(Value):
     model_config = Value.model_config | {"populate_by_name": True, "serialize_by_alias": True}
 
 
+def on_device(plan: Plan) -> bool:
+    """Whether the compute tier is a device."""
+    return plan.attention.prefill == "device"
+
+
 def kept_model(model: ModelShape, plan: Plan) -> ModelShape:
     """The model with every tensor in the format that the plan keeps it in."""
     kept = {name: tensor.format for name, tensor in plan.weights.tensors.items()}

@@ -10,9 +10,10 @@ from itertools import pairwise
 from math import inf
 
 from lmoffload_solver.chain_domain import ChainDomain
+from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_predict import costs_of
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Clock, lay_out
+from lmoffload_solver.chain_schedule import Clock
 from lmoffload_solver.chain_search import ChainFound, ChainSearch
 from lmoffload_solver.chain_slowing import busy_of
 from lmoffload_solver.chain_terms import PLACES

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmoffload_solver.chain_schedule import BatchWork, Clock, Graph, UnitWork, lay_out
+from lmoffload_solver.chain_layout import lay_out
+from lmoffload_solver.chain_schedule import BatchWork, Clock, Graph, UnitWork
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.simulate import walk
 

@@ -1,0 +1,88 @@
+"""What an engine has beside, where its plan has a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmoffload.executor.accelerators import accelerator_of
+from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
+from lmoffload.executor.host import ThreadQueue
+from lmoffload.executor.meter import Meter
+from lmoffload.executor.reader import DiskReader
+from lmoffload.executor.resources import Accelerator, Queue
+from lmoffload.executor.stored_weights import StoredTensors
+from lmoffload.executor.tiered_weights import TieredWeights
+from lmoffload.kernels.pool import Pool
+from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver.chain_plan import decision_of
+from lmoffload_solver.chain_tasks import chain_units
+from lmoffload_solver.decision import Decision
+from lmoffload_solver.model import ModelShape
+from lmoffload_solver.plan import Plan, on_device
+from lmoffload_solver.schedule import Unit
+from lmoffload_solver.value import Resource
+
+
+@dataclass(frozen=True)
+class DeviceSide:
+    """The accelerator, the queues, the threads of the host's attention."""
+
+    decision: Decision
+    units: tuple[Unit, ...]
+    accelerator: Accelerator
+    queues: dict[Resource, Queue]
+    attention_pool: Pool
+
+    @staticmethod
+    def of(shape: ModelShape, plan: Plan) -> DeviceSide | None:
+        """None where the plan has no device.
+
+        Raises:
+            StatedError: there is no such device here.
+        """
+        if not on_device(plan):
+            return None
+        accelerator = accelerator_of(plan)
+        queues: dict[Resource, Queue] = {
+            "device": accelerator.compute,
+            "upload": accelerator.upload,
+            "download": accelerator.download,
+            "disk_read": ThreadQueue("read-queue"),
+            "disk_write": ThreadQueue("write-queue"),
+            "host_attention": ThreadQueue("attention"),
+        }
+        pool = Pool(plan.threads.get("host_attention", 1))
+        return DeviceSide(decision_of(shape, plan), chain_units(shape, plan), accelerator, queues, pool)
+
+    def weights(self, tensors: StoredTensors, plan: Plan, reader: DiskReader) -> TieredWeights:
+        """Every weight at its home, and the buffers."""
+        return TieredWeights(tensors, plan, self.units, reader, self.accelerator, self.decision.num_buffers)
+
+    def runner(
+        self,
+        model: Any,
+        shape: ModelShape,
+        plan: Plan,
+        runtime: Runtime,
+        weights: TieredWeights,
+        reader: DiskReader,
+        meter: Meter,
+        kv_folder: Path,
+    ) -> DeviceRunner:
+        """What runs blocks."""
+        parts = DeviceParts(
+            model, shape, plan, self.decision, self.units, runtime, weights, reader, self.accelerator, self.queues, self.attention_pool,
+            meter, kv_folder,
+        )  # fmt: skip
+        return DeviceRunner(parts)
+
+    def close(self) -> None:
+        """End every thread."""
+        for queue in self.queues.values():
+            queue.discard()
+        for queue in self.queues.values():
+            queue.close()
+        self.attention_pool.close()
+        self.accelerator.close()
