@@ -54,7 +54,8 @@ class DeviceSide:
             "host_attention": ThreadQueue("attention"),
         }
         pool = Pool(plan.threads.get("host_attention", 1))
-        return DeviceSide(decision_of(shape, plan), chain_units(shape, plan), accelerator, queues, pool)
+        decision = decision_of(shape, plan)
+        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, pool)
 
     def weights(self, tensors: StoredTensors, plan: Plan, reader: DiskReader) -> TieredWeights:
         """Every weight at its home, and the buffers."""

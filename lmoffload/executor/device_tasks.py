@@ -128,7 +128,7 @@ class DeviceTasks:
 
     def _leave(self, step: int, number: int, reached: int | None) -> None:
         """At the output head, whose input has been taken from it, the hidden state goes; behind it tokens are chosen."""
-        if reached == len(self._parts.units) - 1:
+        if reached == self._parts.shape.num_layers:
             self._hidden.drop(number, empty=True)
         elif reached is None:
             batch = self._batches[number]

@@ -53,8 +53,8 @@ class StoredWeights:
         """Those that lie in the compute tier for the whole run."""
         self._current: dict[str, tuple[Matrix, ...]] = {}
         self._head: tuple[Matrix, int, int] | None = None
-        self._table: Matrix | None = None
-        """The embedding table, unless its home is the disk."""
+        self._table: tuple[Matrix, ...] = ()
+        """The embedding table, in runs of as many rows but the last, unless its home is the disk."""
         self.vectors = {t.name: self._mapped(t) if t.is_table else self._widened(t) for t in self._shape.tensors if not t.is_matrix}
 
     @property
@@ -106,8 +106,11 @@ class StoredWeights:
 
     def _widened_tiles(self, table: TensorShape, tiles: np.ndarray, tile: int) -> torch.Tensor:
         ranges = [(int(i) * tile, min(int(i + 1) * tile, num_rows(table))) for i in tiles]
-        if self._table is not None:
-            data = [self._table.rows(first, end).data for first, end in ranges]
+        if self._table:
+            height = self._table[0].n
+            data = [
+                self._table[first // height].rows(first % height, first % height + end - first).data for first, end in ranges
+            ]
         else:
             data = self._rows_on_disk(table, ranges)
         gathered = Matrix(torch.cat(data), table.format, sum(end - first for first, end in ranges), table.shape[-1])

@@ -117,7 +117,7 @@ class TieredWeights(StoredWeights):
                 self._bound[unit.index, slot] = self._in_slot(unit, self.slots[slot])
             self._current = self._bound[unit.index, slot]
         if unit.kind == "head":
-            (matrix,) = self._runs(self._shape.head.name)
+            matrix = self.matrix(self._shape.head.name)
             self._head = (matrix, unit.first_row, unit.end_row)
 
     def _in_slot(self, unit: Unit, slot: torch.Tensor) -> dict[str, tuple[Matrix, ...]]:
@@ -141,9 +141,7 @@ class TieredWeights(StoredWeights):
 
     def _load_home(self, tensors: Sequence[TensorShape]) -> None:
         pieces = [_piece(tensor) for tensor in tensors]
-        layout = self.lay_out(pieces)
-        slab = Slab(layout.num_bytes)
-        self._reader.read(layout.extents, slab)
+        slab, layout = self._read(pieces)
         memory = self._accelerator.memory.allocate(sum(piece.num_bytes for piece in pieces), "weights")
         used = 0
         for piece, runs in zip(pieces, layout.piece_runs, strict=True):
@@ -160,11 +158,8 @@ class TieredWeights(StoredWeights):
         pieces = self._pieces(unit, "host")
         if not pieces:
             return None
-        layout = self.lay_out(pieces)
-        slab = self._accelerator.page_locked(layout.num_bytes)
-        self._reader.read(layout.extents, slab)
         self.home_bytes["host"] += sum(piece.num_bytes for piece in pieces)
-        return slab, layout
+        return self._read(pieces)
 
     def _passage(self, unit: Unit, on_host: tuple[Slab, Layout] | None) -> Passage:
         from_disk = self._pieces(unit, "disk")
@@ -192,22 +187,32 @@ class TieredWeights(StoredWeights):
         return [piece for piece in unit.streamed if self._tiers[piece.tensor] == tier]
 
     def _load_table(self) -> None:
-        """Where rows of the embedding table are looked up, unless that is the disk."""
-        table, head = self._shape.embedding, self._units[-1]
-        tier = self._tiers[table.name]
-        if tier == "device":
-            (self._table,) = self._resident[table.name]
-        elif tier == "host":
-            passage = self.passages.get(head.index)
-            if passage is not None and passage.host is not None and table.name in passage.places:
-                ((place, size),) = [(move.source, move.num_bytes) for move in passage.host_moves]
-                (self._table,) = self.matrices_in(passage.host.bytes, _piece(table), ((place, size),))
+        """Find where rows of the embedding table are looked up. A table that is the output head, at home on the host, lies there in the
+        pieces that go up."""
+        table = self._shape.embedding
+        if self._tiers[table.name] == "device":
+            self._table = self._resident[table.name]
+        elif self._tiers[table.name] == "host":
+            pieces = [(unit, piece) for unit in self._units for piece in unit.streamed if piece.tensor == table.name]
+            if not pieces:
+                slab, layout = self._read([_piece(table)])
+                self._table = self.matrices_in(slab.bytes, _piece(table), layout.piece_runs[0])
+                self.home_bytes["host"] += _piece(table).num_bytes
                 return
-            layout = self.lay_out([_piece(table)])
-            slab = Slab(layout.num_bytes)
-            self._reader.read(layout.extents, slab)
-            (self._table,) = self.matrices_in(slab.bytes, _piece(table), layout.piece_runs[0])
-            self.home_bytes["host"] += _piece(table).num_bytes
+            found: list[Matrix] = []
+            for unit, piece in pieces:
+                passage = self.passages[unit.index]
+                assert passage.host is not None
+                runs = tuple((move.source, move.num_bytes) for move in passage.host_moves)
+                found += self.matrices_in(passage.host.bytes, piece, runs)
+            self._table = tuple(found)
+
+    def _read(self, pieces: Sequence[Piece]) -> tuple[Slab, Layout]:
+        """Pieces, read into memory of the host that the copies reach."""
+        layout = self.lay_out(pieces)
+        slab = self._accelerator.page_locked(layout.num_bytes)
+        self._reader.read(layout.extents, slab)
+        return slab, layout
 
 
 def _piece(tensor: TensorShape) -> Piece:

@@ -25,7 +25,7 @@ class WeightStore(StoredWeights):
             assert self.layouts[unit.index].num_bytes <= slot_bytes(units)
         self.resident_bytes = 0
         self._resident = self._load_resident(plan)
-        self._table = next(iter(self._resident.get(self._shape.embedding.name, ())), None)
+        self._table = self._resident.get(self._shape.embedding.name, ())
 
     @property
     def ring_bytes(self) -> int:

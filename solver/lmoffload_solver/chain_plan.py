@@ -13,6 +13,7 @@ from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_memory import ChainMemory, memory_of
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import (
     AttentionPlace,
@@ -73,7 +74,7 @@ def plan_of(
     predicted = _predicted(job, machine, memory, decision, simulated)
     bound = max(predicted.tokens_per_s, job.tokens / (remarks.bound_s or simulated.total_s))
     attended = tuple((layer, batch) for layer, units in enumerate(decision.kv) for batch, unit in enumerate(units) if unit.host_attends)
-    return Plan(
+    plan = Plan(
         model=Named(name=job.model.name, digest=digest),
         machine=Named(name=machine.name, digest=machine.fingerprint()),
         workload=job.workload,
@@ -108,6 +109,13 @@ def plan_of(
         programs_solved=remarks.programs_solved,
         remarks=(*machine.remarks, *remarks.sentences),
     )
+    return plan if limits.emulated_device is None else _with_spilled(job.model, plan)
+
+
+def _with_spilled(model: ModelShape, plan: Plan) -> Plan:
+    """With the bytes of keys and values on the disk as they will lie there: in whole pages, of each prompt's own length."""
+    on_disk = sum(spilled.num_bytes for spilled in spilled_of(model, plan).values())
+    return plan.model_copy(update={"kv": plan.kv.model_copy(update={"bytes": {**plan.kv.bytes, "disk": on_disk}})})
 
 
 def decision_of(model: ModelShape, plan: Plan) -> Decision:

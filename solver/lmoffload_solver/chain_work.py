@@ -36,7 +36,11 @@ class ChainWork:
         size = self.job.size(block, step)
         different, numbers = self._cut(block.num_batches)
         units = [self._unit(layer, part, moved, kv, size) for layer, part, moved, kv in different]
-        return [*(units[number] for number in numbers), self._head(block, size)]
+        layers = [units[number] for number in numbers]
+        if self.costs.processing.keeps_ends:
+            layers[0] = _replaced(layers[0], load_hidden=0.0)
+            layers[-1] = _replaced(layers[-1], store_hidden=0.0)
+        return [*layers, self._head(block, size)]
 
     def _kinds(self, num_batches: int) -> tuple[list[tuple[int, Part, tuple[int, int], tuple[KVUnit, ...]]], list[int]]:
         """The different units of a step, each by the first like it, and for every unit the number of its kind."""
@@ -87,6 +91,11 @@ class ChainWork:
         elif self.costs.processing.in_products(products):
             compute, widening = compute + float(self.prices.gain_s(None, size, self.decision.formats, products)), 0.0
         return UnitWork(None, read, upload, widening, (BatchWork(compute=compute),) * block.num_batches)
+
+
+def _replaced(unit: UnitWork, **fields: float) -> UnitWork:
+    """The unit with these fields of every micro-batch that the host does not attend to."""
+    return replace(unit, batches=tuple(work if work.attend else replace(work, **fields) for work in unit.batches))
 
 
 def _recomputed(work: BatchWork, more: float) -> BatchWork:

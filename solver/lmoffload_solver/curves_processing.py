@@ -27,6 +27,7 @@ class CurvesProcessing:
     """
 
     activation_bytes = counting.ACTIVATION_BYTES
+    keeps_ends = True
 
     def __init__(self, machine: MachineProfile, disk: Disk, compute_threads: int, attention_threads: int) -> None:
         self.device = MachineCosts(machine, DiskCosts(disk, 1), compute_threads)

@@ -56,6 +56,7 @@ class RooflineProcessing:
     """
 
     activation_bytes = DEVICE_ACTIVATION_BYTES
+    keeps_ends = False
 
     def __init__(self, machine: MachineProfile, accelerator: Accelerator, runtime: Runtime, attention_share: Amount) -> None:
         self.machine, self.accelerator, self.runtime, self.attention_share = machine, accelerator, runtime, attention_share

@@ -9,14 +9,15 @@ from dataclasses import replace
 from lmoffload.checkpoint import Checkpoint
 from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.chain_plan import plan_of
-from lmoffload_solver.counting import layer_kv_bytes
+from lmoffload_solver.counting import main_format
 from lmoffload_solver.decision import Decision, Job, KVUnit
+from lmoffload_solver.emulated import emulated
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import KernelsPlan, Plan
+from lmoffload_solver.plan import Plan
 from lmoffload_solver.runtime import Runtime, own_runtime
 from lmoffload_solver.value import Tier
 from lmoffload_solver.workload import Limits, Workload
-from tests.solver.device_toys import make_device_machine
+from tests.cli.machines import KERNEL_OF, machine
 
 GIB = 2**30
 PLACES = (
@@ -48,6 +49,8 @@ def make_decision(
         kv=units,
         hidden=hidden,
         prefetch_depth=prefetch_depth,
+        prefill_products=KERNEL_OF[main_format(shape)],
+        decode_products=KERNEL_OF[main_format(shape)],
         runtime=runtime or own_runtime(),
         threads={"compute": 1, "staging": 1, "host_attention": 1, "disk_io": 1},
     )
@@ -79,16 +82,10 @@ def device_plan(
     *,
     memory_bytes: int = GIB,
     bytes_per_s: float = 1e9,
-    kernel: str = "fused_dot",
 ) -> Plan:
     """The plan of a decision for prompts of these lengths."""
-    work = Workload.of_lengths(list(lengths), new_tokens)
-    job = Job(checkpoint.shape, work)
-    limits = Limits(emulated_device=EmulatedDevice(memory_bytes=memory_bytes, bytes_per_s=bytes_per_s))
-    plan = plan_of(job, make_device_machine(memory_bytes, 4 * GIB), decision, digest=checkpoint.fingerprint, limits=limits)
-    return plan.model_copy(update={"kernels": KernelsPlan(prefill=kernel, decode=kernel)})
-
-
-def kv_room(shape: ModelShape, tokens: int) -> int:
-    """Bytes of one sequence's keys and values."""
-    return sum(layer_kv_bytes(layer, tokens) for layer in shape.layers)
+    exact = decision.kv_format == "fp32" and not decision.formats
+    work = Workload.of_lengths(list(lengths), new_tokens, "exact" if exact else "any")
+    device = EmulatedDevice(memory_bytes=memory_bytes, bytes_per_s=bytes_per_s)
+    limits = Limits(emulated_device=device)
+    return plan_of(Job(checkpoint.shape, work), emulated(machine(), device), decision, digest=checkpoint.fingerprint, limits=limits)
