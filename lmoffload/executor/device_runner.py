@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ class DeviceRunner:
         self, walk: _Walk, tasks: DeviceTasks, batches: Sequence[DeviceBatch], full: bool
     ) -> Iterator[tuple[int, list[Row]]]:
         meter, end_s = self._parts.meter, walk.begin_s
+        left = sum(len(batch.rows) for batch in batches)  # not batch.done: the next step may have ended meanwhile
         for step in walk.steps():
             began_s, end_s = end_s, walk.end_s(step)
             finished = tasks.finished.pop(step, [])
@@ -94,8 +96,8 @@ class DeviceRunner:
             meter.decode_tokens += taken if step else 0
             meter.prompts += len(finished)
             yield step, finished
-            full = full and not finished
-            if all(batch.done for batch in batches):
+            full, left = full and not finished, left - len(finished)
+            if not left:
                 return
 
 
@@ -109,7 +111,7 @@ class _Walk:
         self._ends: dict[int, list[Event]] = {}
         """Of the output head's tasks, by step."""
         self._next = 0
-        self.begin_s = 0.0
+        self.begin_s = time.perf_counter()
 
     def steps(self) -> Iterator[int]:
         """Each step, when it has ended; the next one has been handed over before."""

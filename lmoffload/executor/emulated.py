@@ -61,7 +61,7 @@ class EmulatedAccelerator:
         self.download: Queue = ThreadQueue("download")
 
     def page_locked(self, num_bytes: int) -> Slab:
-        return Slab(num_bytes)
+        return _touched(num_bytes)
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.up.copy(target, source)
@@ -78,4 +78,11 @@ class EmulatedAccelerator:
 
 
 def _arena(num_bytes: int) -> torch.Tensor:
-    return Slab(num_bytes).bytes[:num_bytes]
+    return _touched(num_bytes).bytes[:num_bytes]
+
+
+def _touched(num_bytes: int) -> Slab:
+    """Memory whose pages are there: mapping them takes longer than the copies that would be the first to touch them."""
+    slab = Slab(num_bytes)
+    slab.bytes.zero_()
+    return slab
