@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import cycle
 from typing import TYPE_CHECKING
 
 from lmoffload.profiler.contention import FORMATS, layer_product, median_for
 from lmoffload.profiler.memory import MIB, rotation_bytes
-from lmoffload.profiler.samples import repeat, timed
+from lmoffload.profiler.samples import repeat, summarize, timed
 from lmoffload_solver.machine import Contention, MemoryRate
 
 if TYPE_CHECKING:
@@ -21,6 +20,13 @@ if TYPE_CHECKING:
 
 COPY_BYTES = MIB // 2
 """Copied at once."""
+
+HELD_BYTES_PER_S = (2.5e8, 1e9)
+"""Rates of slow links; beyond them copies go as fast as they can."""
+
+IDLE_S, IDLES = (0.04, 0.16, 0.4), 3
+WARM_S = 0.06
+"""Of computing: cores that were idle are as fast as ever by then."""
 
 HANDOVERS = 200
 PAUSE_S = 1e-3
@@ -61,31 +67,49 @@ def handover_s() -> float:
         queue.close()
 
 
-def copy_contention(pool: Pool, budget_s: float) -> Contention:
-    """A thread that copies without pause, and linear layers on all of the pool: each alone, then both at once."""
+def copy_contention(pool: Pool, fastest: float, budget_s: float) -> tuple[Contention, ...]:
+    """Copies held to a rate, up to `fastest` bytes per second, and linear layers on all of the pool at once, against each alone."""
+    from lmoffload.executor.emulated import HeldLink
+
     source, target = _memories()
-    places = cycle(range(0, source.numel() - 16 * MIB + 1, 16 * MIB))
-    each_s = budget_s / 3
-
-    def some() -> None:
-        first = next(places)
-        copy(source[first : first + 16 * MIB], target[first : first + 16 * MIB])
-
     compute = layer_product(pool, FORMATS[0])
     compute()  # compiles
-    copy_alone, compute_alone = median_for(some, each_s), median_for(compute, each_s)
-    with ThreadPoolExecutor(1) as copier:
-        copying = copier.submit(median_for, some, each_s)
-        compute_together = median_for(compute, each_s)
-        while not copying.done():  # copies must be of computing all along
+    alone_s = median_for(compute, budget_s / 4)
+    found = []
+    for rate in (*(rate for rate in HELD_BYTES_PER_S if rate < fastest), fastest):
+        link, end_s = HeldLink(rate), budget_s / 4
+        num_bytes = min(source.numel(), max(4 * COPY_BYTES, round(rate * end_s)))
+        with ThreadPoolExecutor(1) as copier:
+            copying = copier.submit(timed, partial(link.copy, target[:num_bytes], source[:num_bytes]))
+            times = [timed(compute)]
+            while not copying.done():
+                times.append(timed(compute))
+        slow = {"first_slowdown": copying.result() * rate / num_bytes, "second_slowdown": summarize(times).median_s / alone_s}
+        found.append(Contention(first="copy", second="host_compute", format=FORMATS[0], first_per_s=rate, **slow))
+    return tuple(found)
+
+
+def waking(pool: Pool) -> tuple[tuple[float, float], ...]:
+    """Seconds that products lose after nothing was computed for a while: a number of them then, against as many with none before."""
+    compute = layer_product(pool, FORMATS[0])
+    compute()  # compiles
+    one_s = median_for(compute, WARM_S)
+    count = max(1, round(WARM_S / one_s))
+
+    def some() -> None:
+        for _ in range(count):
             compute()
-    return Contention(
-        first="copy",
-        second="host_compute",
-        first_slowdown=copying.result() / copy_alone,
-        second_slowdown=compute_together / compute_alone,
-        format=FORMATS[0],
-    )
+
+    lost = [(0.0, 0.0)]
+    for idle_s in IDLE_S:
+        losses = []
+        for _ in range(IDLES):
+            some()
+            warm_s = timed(some)
+            time.sleep(idle_s)
+            losses.append(timed(some) - warm_s)
+        lost.append((idle_s, max(lost[-1][1], sorted(losses)[IDLES // 2])))
+    return tuple(lost[1:])
 
 
 def _memories() -> tuple[torch.Tensor, torch.Tensor]:

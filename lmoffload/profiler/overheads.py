@@ -39,7 +39,7 @@ def measure_overheads(
     laid on the calls.
     """
     from lmoffload.checkpoint import open_checkpoint
-    from lmoffload.profiler.copies import handover_s
+    from lmoffload.profiler.copies import handover_s, waking
 
     tell("norms, rotary embedding, activation and residuals")
     rate = elementwise_bytes_per_s(budget_s * 0.3)
@@ -62,6 +62,7 @@ def measure_overheads(
         elementwise_bytes_per_s=rate,
         random_read_s=random_read_s,
         handover_s=handover_s(),
+        waking=waking(pools[-1]),
     )
 
 
