@@ -101,7 +101,7 @@ class DeviceTasks:
             elif unit.kind == "layer":
                 self._kv.stage(unit_index, number, use)
             reached = batch.resume(unit.kind == "head")
-            expected = AT_ATTENTION if hands_over else None if unit.kind == "head" else unit_index + 1
+            expected = AT_ATTENTION if hands_over else None if unit_index + 1 == len(parts.units) else unit_index + 1
             assert reached == expected, "the forward does not follow the plan's units"
             self._leave(step, number, reached)
 

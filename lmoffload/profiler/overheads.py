@@ -39,6 +39,7 @@ def measure_overheads(
     laid on the calls.
     """
     from lmoffload.checkpoint import open_checkpoint
+    from lmoffload.profiler.copies import handover_s, waking
 
     tell("norms, rotary embedding, activation and residuals")
     rate = elementwise_bytes_per_s(budget_s * 0.3)
@@ -60,6 +61,8 @@ def measure_overheads(
         linear_call_s={threads: call_s + max(0.0, rest - alone) / LINEARS_PER_LAYER for threads, rest in rests.items()},
         elementwise_bytes_per_s=rate,
         random_read_s=random_read_s,
+        handover_s=handover_s(),
+        waking=waking(pools[-1]),
     )
 
 

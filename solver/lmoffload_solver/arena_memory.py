@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from lmoffload_solver import counting
+from lmoffload_solver.chain_tasks import head_pieces
 from lmoffload_solver.counting import ACTIVATION_BYTES
-from lmoffload_solver.decision import Job
+from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_memory import BUFFERS, ChainMemory, KVBuffers, Transients
 from lmoffload_solver.lengths import Amount
 from lmoffload_solver.machine import MachineProfile
@@ -24,6 +25,7 @@ from lmoffload_solver.workload import Limits
 class ArenaMemory(ChainMemory):
     """Memory of a job on a machine whose device is emulated."""
 
+    head_in_pieces = True
     base_kv = "fp32"
 
     def __init__(self, job: Job, machine: MachineProfile, limits: Limits) -> None:
@@ -55,6 +57,16 @@ class ArenaMemory(ChainMemory):
         """Hidden states, positions and rotary embedding of prompts."""
         return self._on_host.suspended_bytes(rows * self.job.longest + self._multiple, False)
 
+    def _head_streams(self, decision: Decision) -> tuple[int, int]:
+        """Of its largest piece."""
+        head, home = self.model.head, decision.homes[self.model.head.name]
+        if home == "device":
+            return 0, 0
+        pieces = head_pieces(self.model, decision)
+        rows = max(end - first for first, end in pieces)
+        piece = self.room_bytes(head, decision.tensor_bytes(head) * rows // pieces[-1][1])
+        return piece, piece if home == "disk" else 0
+
     def transients(self, rows: Amount, block: Amount, hidden: Tier, kv_format: str, widened: Amount, *, eager: bool = False) -> Transients:
         on_device = hidden == "device"
         num_batches = np.ceil(block / rows)
@@ -71,6 +83,7 @@ class ArenaMemory(ChainMemory):
             + num_batches * GREENLET_BYTES,
             "tiles": self._threads * self._on_host.tile_bytes,
             "attention": ACTIVATION_BYTES * block * carried,
+            "logits": ACTIVATION_BYTES * block * self.model.vocab_size,
             "hidden": 0 if on_device else self.hidden_bytes(block),
         }
         return Transients(device, host)

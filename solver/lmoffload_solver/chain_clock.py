@@ -7,7 +7,7 @@ free, and on nothing else of the past. Where the same units meet the same times,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 from lmoffload_solver.chain_layout import lay_out
@@ -22,19 +22,21 @@ FINE = 1e-10
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
-def step_ends(steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int) -> tuple[list[float], int]:
+def step_ends(
+    steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int, waking: Callable[[float], float] | None = None
+) -> tuple[list[float], int]:
     """When each step of a block ends, and how many (unit, micro-batch) pairs were laid out for it."""
     if runtime.overlap == "queues":
-        queues = RepeatingQueues(steps, depth)
+        queues = RepeatingQueues(steps, depth, waking)
         return list(queues.steps()), queues.num_laid_out
-    return lay_out(steps, runtime, depth, Clock().emit), sum(len(unit.batches) for units in steps for unit in units)
+    return lay_out(steps, runtime, depth, Clock(waking).emit), sum(len(unit.batches) for units in steps for unit in units)
 
 
 class RepeatingQueues(Queues):
     """`Queues` on a clock of its own, whose times are counted from the end of the latest computing."""
 
-    def __init__(self, steps: Sequence[Sequence[UnitWork]], depth: int) -> None:
-        self.clock = Clock()
+    def __init__(self, steps: Sequence[Sequence[UnitWork]], depth: int, waking: Callable[[float], float] | None = None) -> None:
+        self.clock = Clock(waking)
         super().__init__(steps, depth, self.clock.emit)
         self.known: dict[object, list[float]] = {}
         self.followed: dict[tuple[int, int, int, int], tuple[list[float], float]] = {}

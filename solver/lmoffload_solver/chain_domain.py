@@ -101,7 +101,7 @@ class ChainDomain:
     def placer(self, formats: Formats) -> WeightPlacer:
         """Of the weights in some formats."""
         if formats not in self._placers:
-            self._placers[formats] = WeightPlacer(self.model, dict(formats), self.memory.room_bytes)
+            self._placers[formats] = WeightPlacer(self.model, dict(formats), self.memory.room_bytes, self.memory.head_in_pieces)
         return self._placers[formats]
 
     @cached_property
@@ -260,6 +260,7 @@ class ChainDomain:
             crowded={pair: slow for pair, slow in slowdowns.items() if pair != ("upload", "host_attention")},
             attends=candidate.attends,
             head_at_home=candidate.head_at_home,
+            head_in_pieces=self.memory.head_in_pieces,
             disk_kv=bool(read_rate) and sizes.total + kv_bytes + buffers > rooms["device"] + rooms["host"],
         )
 

@@ -68,7 +68,7 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
     step_s, tasks = 0.0, 0
     for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
         steps = work.block(block)
-        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth)
+        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth, costs.waking)
         ends, tasks = [0.0, *ends], tasks + laid_out
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)

@@ -55,8 +55,12 @@ class BatchPrices:
 
     def head_s(self, size: StepSize) -> Amount:
         """The output head over one token of each sequence, sampling, and the embedding of the next."""
+        return self.costs.processing.head_s(self.model, size.rows) + self.around_s(size)
+
+    def around_s(self, size: StepSize) -> Amount:
+        """A step's work outside the layers and the head's product."""
         overheads = self.costs.machine.overheads
-        return self.costs.processing.head_s(self.model, size.rows) + overheads.step_s + overheads.row_s * size.rows
+        return overheads.step_s + overheads.row_s * size.rows
 
     def gain_s(self, layer: int | None, size: StepSize, formats: Formats, products: str) -> Amount:
         """What the products of a layer (None: of the head) take longer in these formats, taken so, where nothing is widened before them."""

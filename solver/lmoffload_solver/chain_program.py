@@ -63,6 +63,8 @@ class ChainChoices:
     """Whether the host may attend."""
     head_at_home: bool | None
     """Whether the output head lies on the device; None: in part, if need be."""
+    head_in_pieces: bool
+    """Whether a head that is not at home moves in pieces that fit the layers' buffers."""
     disk_kv: bool
     """Whether keys and values may lie on disk."""
 
@@ -155,7 +157,7 @@ class ChainProgram:
 
     def buffers(self) -> Rows:
         """buffer.device: Σ_c (1 − w[c, device])·B_c / L <= S over the classes of the layers, since the largest layer streams no less than
-        the mean, and (1 − w[head, device])·B_head <= S; buffer.host: the same of w[c, disk] and G."""
+        the mean, and unless it moves in pieces (1 − w[head, device])·B_head <= S; buffer.host: the same of w[c, disk] and G."""
         matrix = np.zeros((4, self.num_variables))
         buffers: tuple[tuple[tuple[Tier, ...], int], ...] = ((("host", "disk"), self.streamed), (("disk",), self.staged))
         for row, (tiers, variable) in enumerate(buffers):
@@ -163,7 +165,9 @@ class ChainProgram:
             matrix[2 * row + 1] = self._bytes(*tiers) - self._bytes(*tiers, but_head=True)
             matrix[2 * row : 2 * row + 2, variable] = -1.0
         names = ["buffer.device", "buffer.device.head", "buffer.host", "buffer.host.head"]
-        return Rows(names, matrix, np.full(4, -inf), np.zeros(4))
+        if self.choices.head_in_pieces:
+            names, matrix = names[::2], matrix[::2]
+        return Rows(names, matrix, np.full(len(names), -inf), np.zeros(len(names)))
 
     def capacity(self) -> Rows:
         """capacity.tier: weights and KV at home there and the buffers of weights within the room, and so many of the buffers of KV as of it

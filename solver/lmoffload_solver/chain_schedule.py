@@ -7,6 +7,7 @@ them to the queues of real resources. Resources are serial servers that take the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -70,8 +71,10 @@ class Emit(Protocol):
 class Clock:
     """Interpreter that keeps times alone: a handle is the end of its task."""
 
-    def __init__(self) -> None:
+    def __init__(self, waking: Callable[[float], float] | None = None) -> None:
+        """`waking`: seconds that the device loses after it was idle for some."""
         self.free: dict[Resource, float] = {}
+        self.waking = waking
 
     def emit(
         self, resource: Resource, kind: Kind, place: Place, seconds: float, after: tuple[float, ...], share: Share = WHOLE
@@ -80,6 +83,8 @@ class Clock:
         for end in after:
             if end > begin:
                 begin = end
+        if self.waking is not None and resource == "device":
+            seconds += self.waking(begin - self.free.get(resource, begin))
         end = self.free[resource] = begin + seconds
         return end
 

@@ -198,6 +198,7 @@ class ChainTerms:
         sums = {name: np.zeros((*shape, len(PLACES))) for name in ("device", "upload", "attend", "output", "read", "store", "write")}
         hidden = {name: np.zeros(shape) for name in ("load", "store", "largest", "head")}
         times = self.blocks.num_batches
+        crossings = 1 - 1 / self.model.num_layers if self.shares_cores else 1.0
         for row, step in enumerate(self.job.steps):
             size = self.job.size(self.blocks, step.step)
             hidden["head"][row] = prices.head_s(size) * times
@@ -214,8 +215,8 @@ class ChainTerms:
                     sums["store"][row, :, place] += many * work.store_kv
                     sums["write"][row, :, place] += many * work.write
                     hidden["largest"][row] = np.maximum(hidden["largest"][row], work.store_kv + work.store_hidden)
-                hidden["load"][row] += many * work.load_hidden
-                hidden["store"][row] += many * work.store_hidden
+                hidden["load"][row] += many * crossings * work.load_hidden
+                hidden["store"][row] += many * crossings * work.store_hidden
         base = sums["device"].min(axis=2)
         early = np.zeros(shape, dtype=bool)
         early[1:] = np.array([[step.weight <= 1] for step in self.job.steps[1:]], dtype=bool).reshape(-1, 1)

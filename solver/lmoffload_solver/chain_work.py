@@ -9,6 +9,7 @@ from functools import cache
 from lmoffload_solver.chain_prices import BatchPrices, Part
 from lmoffload_solver.chain_schedule import BatchWork, UnitWork
 from lmoffload_solver.chain_slowing import slowed
+from lmoffload_solver.chain_tasks import head_pieces
 from lmoffload_solver.decision import ChainBlock, Decision, Job, KVUnit, StepSize
 from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.model import TensorShape
@@ -32,11 +33,15 @@ class ChainWork:
         return slowed([self.step(block, step.step) for step in self.steps], self.runtime.overlap, self.costs.contention)
 
     def step(self, block: ChainBlock, step: int) -> list[UnitWork]:
-        """The units of one step: each layer or half of one, and the output head. Equal units are one object."""
+        """The units of one step: each layer or half of one, and the output head or its pieces. Equal units are one object."""
         size = self.job.size(block, step)
         different, numbers = self._cut(block.num_batches)
         units = [self._unit(layer, part, moved, kv, size) for layer, part, moved, kv in different]
-        return [*(units[number] for number in numbers), self._head(block, size)]
+        layers = [units[number] for number in numbers]
+        if self.costs.processing.keeps_ends:
+            layers[0] = _replaced(layers[0], load_hidden=0.0)
+            layers[-1] = _replaced(layers[-1], store_hidden=0.0)
+        return [*layers, *self._heads(block, size)]
 
     def _kinds(self, num_batches: int) -> tuple[list[tuple[int, Part, tuple[int, int], tuple[KVUnit, ...]]], list[int]]:
         """The different units of a step, each by the first like it, and for every unit the number of its kind."""
@@ -77,6 +82,22 @@ class ChainWork:
         from_host = float(self.costs.upload_s(host_bytes, locked))
         return (read + from_disk, from_host) if self.runtime.stages_disk else (read, from_disk + from_host)
 
+    def _heads(self, block: ChainBlock, size: StepSize) -> list[UnitWork]:
+        """The output head; where it moves up in pieces, each is a unit, and sampling belongs to the last."""
+        whole = self._head(block, size)
+        pieces = head_pieces(self.model, self.decision) if self.costs.processing.keeps_ends else ()
+        if len(pieces) < 2:
+            return [whole]
+        around = float(self.prices.around_s(size))
+        product = whole.batches[0].compute - around - self.costs.processing.task_s
+        moved, units = self._moved((self.model.head,)), []
+        for first, end in pieces:
+            share = (end - first) / pieces[-1][1]
+            read, upload = self._weights(round(moved[0] * share), round(moved[1] * share))
+            seconds = product * share + self.costs.processing.task_s + (around if (first, end) == pieces[-1] else 0.0)
+            units.append(UnitWork(None, read, upload, 0.0, (BatchWork(compute=seconds),) * block.num_batches))
+        return units
+
     def _head(self, block: ChainBlock, size: StepSize) -> UnitWork:
         head = self.model.head
         read, upload = self._weights(*self._moved((head,)))
@@ -87,6 +108,11 @@ class ChainWork:
         elif self.costs.processing.in_products(products):
             compute, widening = compute + float(self.prices.gain_s(None, size, self.decision.formats, products)), 0.0
         return UnitWork(None, read, upload, widening, (BatchWork(compute=compute),) * block.num_batches)
+
+
+def _replaced(unit: UnitWork, **fields: float) -> UnitWork:
+    """The unit with these fields of every micro-batch that the host does not attend to."""
+    return replace(unit, batches=tuple(work if work.attend else replace(work, **fields) for work in unit.batches))
 
 
 def _recomputed(work: BatchWork, more: float) -> BatchWork:

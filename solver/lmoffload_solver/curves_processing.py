@@ -27,21 +27,22 @@ class CurvesProcessing:
     """
 
     activation_bytes = counting.ACTIVATION_BYTES
+    keeps_ends = True
 
     def __init__(self, machine: MachineProfile, disk: Disk, compute_threads: int, attention_threads: int) -> None:
         self.device = MachineCosts(machine, DiskCosts(disk, 1), compute_threads)
         self.host = MachineCosts(machine, DiskCosts(disk, 1), attention_threads)
-        self.handover_s = machine.overheads.handover_s or 0.0
+        self.task_s = machine.overheads.handover_s or 0.0
         self._kind = cache(_kind)
 
     # Products
 
     def layer_s(self, model: ModelShape, layer: int, tensors: Matrices, tokens: Amount, share: int, more_s: Amount) -> Amount:
         assert share == 1, "layers are computed whole"
-        return self.device.layer_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, _padded(model, tokens)) + self.handover_s + more_s
+        return self.device.layer_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, _padded(model, tokens)) + self.task_s + more_s
 
     def head_s(self, model: ModelShape, rows: Amount) -> Amount:
-        return self._head_s(model.head.format, ANY_FORMAT_KERNEL, model, rows) + self.handover_s
+        return self._head_s(model.head.format, ANY_FORMAT_KERNEL, model, rows) + self.task_s
 
     def _head_s(self, format_name: str, products: str, model: ModelShape, rows: Amount) -> Amount:
         padded = np.ceil(np.asarray(rows) / counting.ROW_MULTIPLE) * counting.ROW_MULTIPLE
@@ -76,7 +77,7 @@ class CurvesProcessing:
         return self._decode_s(self.device, shape, of, step, kv_format)
 
     def host_attention_s(self, shape: LayerShape, of: Attended, step: int, kv_format: str) -> Amount:
-        return self._decode_s(self.host, shape, of, step, kv_format) + self.handover_s
+        return self._decode_s(self.host, shape, of, step, kv_format) + self.task_s
 
     def _decode_s(self, costs: MachineCosts, shape: LayerShape, of: Attended, step: int, kv_format: str) -> Amount:
         def seconds(lengths: Amount) -> Amount:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -62,6 +63,15 @@ class DeviceCosts:
         if self.share.crowding > 1:
             found["device", "host_attention"] = Contention.clamped(self.share.crowding, self.share.crowding)
         return {pair: slow for pair, slow in found.items() if slow != Contention()}
+
+    @cached_property
+    def waking(self) -> Callable[[float], float] | None:
+        """Seconds that a device on the host's cores loses after it was idle for some; None: nothing."""
+        lost = self.machine.overheads.waking
+        if not lost or not isinstance(self.machine.accelerator, EmulatedDevice):
+            return None
+        idle, seconds = zip((0.0, 0.0), *lost, strict=True)
+        return lambda waited: float(np.interp(waited, idle, seconds)) if waited > 0 else 0.0
 
     # Transfers
 

@@ -7,6 +7,7 @@ logits take the maximum. The peak is that of the first, largest block.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -57,6 +58,7 @@ class KVBuffers:
 class ChainMemory:
     """Memory of a job on a machine with a device of its own."""
 
+    head_in_pieces = False
     base_kv = "fp16"
     """As wide as a format of keys and values gets."""
 
@@ -171,12 +173,16 @@ class ChainMemory:
 
     def largest_streams(self, decision: Decision) -> tuple[int, int]:
         """Bytes of the largest layer (or head) that (goes up, comes from disk)."""
-        sizes = []
-        groups = [counting.layer_matrices(self.model, layer) for layer in range(self.model.num_layers)]
-        for tensors in [*groups, (self.model.head,)]:
-            away = sum(self._room_of(t, decision) for t in tensors if decision.homes[t.name] != "device")
-            sizes.append((away, sum(self._room_of(t, decision) for t in tensors if decision.homes[t.name] == "disk")))
+        sizes = [self._streams(counting.layer_matrices(self.model, layer), decision) for layer in range(self.model.num_layers)]
+        sizes.append(self._head_streams(decision))
         return max(size for size, _ in sizes), max(size for _, size in sizes)
+
+    def _streams(self, tensors: Sequence[TensorShape], decision: Decision) -> tuple[int, int]:
+        away = [(decision.homes[t.name], self._room_of(t, decision)) for t in tensors if decision.homes[t.name] != "device"]
+        return sum(size for _, size in away), sum(size for home, size in away if home == "disk")
+
+    def _head_streams(self, decision: Decision) -> tuple[int, int]:
+        return self._streams((self.model.head,), decision)
 
     def _room_of(self, tensor: TensorShape, decision: Decision) -> int:
         return self.room_bytes(tensor, decision.tensor_bytes(tensor))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import Contention, Curve, Link, MachineProfile, MemoryRate
@@ -55,11 +57,8 @@ def links_of(device: EmulatedDevice, copying: float, handover_s: float) -> tuple
 
 
 def _contention(profile: MachineProfile, device: EmulatedDevice, copying: float) -> tuple[Contention, ...]:
-    """Of copies and reads with computing. A copy held to a rate works for a share of the time: it slows others by that share of what one
-    at full speed does, and has time to spare itself."""
-    share = min(1.0, device.bytes_per_s / copying)
-    full = _measured(profile, "copy", "host_compute")
-    slow_copy, slow_compute = max(1.0, share * full[0]), 1 + share * (max(1.0, full[1]) - 1)
+    """Of copies and reads with computing."""
+    slow_copy, slow_compute = _copying(profile, device.bytes_per_s, copying)
     found = []
     for link in ("upload", "download"):
         found.append(Contention(first=link, second="device", first_slowdown=slow_copy, second_slowdown=slow_compute))
@@ -68,6 +67,18 @@ def _contention(profile: MachineProfile, device: EmulatedDevice, copying: float)
     for computing in ("device", "host_attention"):
         found.append(Contention(first="disk_read", second=computing, first_slowdown=slow_read, second_slowdown=slow_compute))
     return tuple(found)
+
+
+def _copying(profile: MachineProfile, bytes_per_s: float, copying: float) -> tuple[float, float]:
+    """Slowdowns of a copy held to a rate and of computing beside it: between those of the rates that were measured."""
+    known = [entry for entry in profile.contention if (entry.first, entry.second) == ("copy", "host_compute")]
+    if not known:
+        return 1.0, 1.0
+    known.sort(key=lambda entry: entry.first_per_s or copying)
+    rates = np.log([entry.first_per_s or copying for entry in known])
+    slowdowns = ([entry.first_slowdown for entry in known], [entry.second_slowdown for entry in known])
+    first, second = (float(np.interp(np.log(min(bytes_per_s, copying)), rates, one)) for one in slowdowns)
+    return max(1.0, first), max(1.0, second)
 
 
 def _measured(profile: MachineProfile, first: str, second: str) -> tuple[float, float]:

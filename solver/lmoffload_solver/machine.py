@@ -135,6 +135,9 @@ class Overheads(Value):
     """One direct 4 KiB read of a table row on disk."""
     handover_s: float | None = Field(default=None, ge=0)
     """Handing a task from one thread to another that waits for it; None where it was not measured."""
+    waking: tuple[tuple[float, float], ...] = ()
+    """(seconds for which nothing computed, seconds then lost until cores compute as fast as before), ascending: clocks and caches that were
+    let go. Empty where it was not measured."""
 
     def call_s(self, threads: int) -> float:
         """Handing one linear layer to a pool of `threads`: as measured with the nearest number, the larger of two equally near."""
@@ -150,6 +153,8 @@ class Contention(Value):
     second_slowdown: float = Field(ge=0)
     format: str | None = None
     """Stored format of the weights that are computed with; None: not told."""
+    first_per_s: float | None = Field(default=None, gt=0)
+    """What the first was held to, per second; None: nothing."""
 
 
 class HostLimits(Value):

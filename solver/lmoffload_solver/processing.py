@@ -31,6 +31,11 @@ class Processing(Protocol):
 
     activation_bytes: int
     """Of an element of hidden states, queries and outputs."""
+    task_s: float
+    """What any task of the device takes beside its work."""
+    keeps_ends: bool
+    """What is embedded goes into the first layer at once, and what the last one computes into the head; a head that is not at home
+    moves up in pieces."""
 
     def layer_s(self, model: ModelShape, layer: int, tensors: Matrices, tokens: Amount, share: int, more_s: Amount) -> Amount:
         """A layer, or the one of its `share` parts that `tensors` are, without attention, weights at hand as stored, and with `more_s`."""

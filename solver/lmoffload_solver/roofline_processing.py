@@ -56,6 +56,8 @@ class RooflineProcessing:
     """
 
     activation_bytes = DEVICE_ACTIVATION_BYTES
+    keeps_ends = False
+    task_s = 0.0
 
     def __init__(self, machine: MachineProfile, accelerator: Accelerator, runtime: Runtime, attention_share: Amount) -> None:
         self.machine, self.accelerator, self.runtime, self.attention_share = machine, accelerator, runtime, attention_share

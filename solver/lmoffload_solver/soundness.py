@@ -10,7 +10,7 @@ from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan, kept_model
+from lmoffload_solver.plan import Plan, kept_model, on_device
 from lmoffload_solver.value import TaskClass, Tier
 from lmoffload_solver.variants import KV_FORMATS_OF, WEIGHT_FORMATS
 
@@ -22,6 +22,8 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
         StatedError: the first thing that does not hold.
     """
     kept = kept_model(model, plan)
+    if on_device(plan) and plan.limits.emulated_device is None:
+        return  # nothing runs it
     rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
@@ -68,8 +70,8 @@ def _bytes(model: ModelShape, plan: Plan) -> Iterator[str]:
 
 
 def _places(plan: Plan) -> Iterator[str]:
-    """Computing is done where the compute tier is; a device leaves decode's attention of some keys and values to the host."""
-    if plan.limits.emulated_device is not None:
+    """Computing is done where the compute tier is; a device leaves decode's attention to some keys and values to the host."""
+    if on_device(plan):
         yield from _device_places(plan)
         return
     places = {"prefill's attention": plan.attention.prefill, "decode's attention": plan.attention.decode, "hidden states": plan.hidden.tier}
@@ -101,12 +103,10 @@ def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
 
 
 def _tiers(plan: Plan) -> tuple[Tier, ...]:
-    return ("host", "disk") if plan.limits.emulated_device is None else ("device", "host", "disk")
+    return ("device", "host", "disk") if on_device(plan) else ("host", "disk")
 
 
 def _device_places(plan: Plan) -> Iterator[str]:
-    if plan.attention.prefill != "device":
-        yield f"it has prefill's attention on the {plan.attention.prefill}, and that is done on the device alone"
     if plan.hidden.tier == "disk":
         yield "it has hidden states on the disk, and they are kept on device or host"
     homes = {(layer, batch): tier for layer, batch, tier in plan.kv.homes}
@@ -116,7 +116,7 @@ def _device_places(plan: Plan) -> Iterator[str]:
 
 
 def _threads(plan: Plan) -> Iterator[str]:
-    attending: tuple[TaskClass, ...] = ("host_attention",) if plan.attention.host else ()
+    attending: tuple[TaskClass, ...] = ("host_attention",) if on_device(plan) and plan.attention.host else ()
     needed: tuple[TaskClass, ...] = ("compute", "disk_io", *attending)
     for task in needed:
         if task not in plan.threads:

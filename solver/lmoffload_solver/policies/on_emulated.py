@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lmoffload_solver import counting
-from lmoffload_solver.chain_domain import ChainDomain
+from lmoffload_solver.chain_domain import ChainCandidate, ChainDomain
 from lmoffload_solver.chain_predict import costs_of, simulate_chain
 from lmoffload_solver.chain_variants import Formats
 from lmoffload_solver.costs import disk_of
@@ -31,7 +31,7 @@ from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import TaskClass, TensorClass, Tier
 from lmoffload_solver.workload import Limits
 
-PERCENT_STEP = 10
+PERCENT_STEP = 20
 """Of weights."""
 
 ON_DEVICE, FETCHED, ATTENDED = KVUnit("device", "device"), KVUnit("host", "device"), KVUnit("host", "host")
@@ -47,18 +47,18 @@ def emulated_decision(policy: str, job: Job, machine: MachineProfile, limits: Li
         StatedError: the profile lacks a curve.
     """
     sweep = PolicySweep(policy, job, machine, limits, file_system)
-    best: tuple[float, Decision] | None = None
+    best: Decision | None = None
     for decision in sweep.decisions():
         seconds = simulate_chain(job, costs_of(machine, decision, file_system), decision).total_s
-        if best is None or seconds < best[0]:
-            best = seconds, decision
+        if seconds < sweep.best_s:
+            best, sweep.best_s = decision, seconds
     if best is None:
         raise InfeasibleError(f"The policy of {policy} fits no batch of this work on {machine.name}; give it more --device-memory.")
-    return best[1]
+    return best
 
 
 class PolicySweep:
-    """Every decision that a system's user may come to."""
+    """Every decision that a system's user may come to, but for batches that are slower than `best_s` by the device's work alone."""
 
     def __init__(self, policy: str, job: Job, machine: MachineProfile, limits: Limits, file_system: str | None) -> None:
         self.policy, self.job, self.model = policy, job, job.model
@@ -68,6 +68,7 @@ class PolicySweep:
         self.memory = self.domain.memory
         self.formats = self._formats()
         self._kernels = [self.domain.variants.quickest(self.formats, phase) for phase in (0, 1)]
+        self.best_s = float("inf")
         threads = self.domain.terms.assignments
         self.threads: dict[TaskClass, int] = max(threads, key=lambda one: (one["compute"], one["host_attention"]))
 
@@ -84,7 +85,10 @@ class PolicySweep:
     def decisions(self) -> Iterator[Decision]:
         """Those that fit."""
         make = {"accelerate": self._accelerate, "zero-inference": self._zero, "flexgen": self._flexgen}[self.policy]
-        for number, (size, count) in enumerate(self.domain.pairs):
+        for number in sorted(range(len(self.domain.pairs)), key=self._least_s):
+            size, count = self.domain.pairs[number]
+            if self._least_s(number) >= self.best_s:
+                return
             for decision in make(size, count):
                 ours = replace(
                     decision,
@@ -99,6 +103,13 @@ class PolicySweep:
                     yield ours
                     if self.policy == "accelerate":
                         break
+
+    def _least_s(self, number: int) -> float:
+        """Seconds of the device's work alone with a batch."""
+        products = self._kernels[0][number], self._kernels[1][number]
+        assignment = self.domain.terms.assignments.index(self.threads)
+        candidate = ChainCandidate(*self.domain.pairs[number], self.formats, self.domain.base_format, "device", products, 1)
+        return self.domain.least_s(replace(candidate, assignment=assignment))
 
     def _runtime(self) -> Runtime:
         return Runtime(name=self.policy, overlap="none" if self.policy == "accelerate" else "barriers")
