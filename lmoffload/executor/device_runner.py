@@ -117,9 +117,9 @@ class _Walk:
         """Each step, when it has ended; the next one has been handed over before."""
         decision = self._parts.decision
         handed_over = step_by_step(self._structure, decision.runtime, decision.prefetch_depth, self.emit)
-        next(handed_over)
+        self._hand_over(handed_over)
         for step in range(self._num_steps):
-            next(handed_over, None)
+            self._hand_over(handed_over)
             for event in self._ends[step]:
                 event.wait()
             self._count()
@@ -128,6 +128,12 @@ class _Walk:
             for _, event in list(self._under_way.values()):
                 event.wait()
             self._count()
+
+    def _hand_over(self, steps: Iterator[float]) -> None:
+        """The tasks of one more step."""
+        begin_s = time.thread_time()
+        next(steps, None)
+        self._parts.meter.control_s += time.thread_time() - begin_s
 
     def end_s(self, step: int) -> float:
         """When a step ended."""
@@ -152,10 +158,13 @@ class _Walk:
     def _count(self) -> None:
         """Count what has ended; raises what ended a task early."""
         ended = [number for number, (_, event) in self._under_way.items() if event.done]
+        meter, spans = self._parts.meter, []
         for number in ended:
             task, event = self._under_way.pop(number)
             event.wait()
-            self._parts.meter.task(task, event.begin_s, event.end_s)
+            meter.task(task, event.begin_s, event.end_s)
+            spans.append((event.begin_s, event.end_s))
+        meter.together(spans)
 
 
 def _empty(queues: Mapping[Resource, Queue]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmoffload.executor import process
 from lmoffload.executor.accelerators import accelerator_of
 from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
 from lmoffload.executor.host import ThreadQueue
@@ -21,8 +22,9 @@ from lmoffload_solver.chain_tasks import chain_units
 from lmoffload_solver.decision import Decision
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, on_device
+from lmoffload_solver.report import ThreadFigures
 from lmoffload_solver.schedule import Unit
-from lmoffload_solver.value import Resource
+from lmoffload_solver.value import Resource, TaskClass
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,20 @@ class DeviceSide:
             meter, kv_folder,
         )  # fmt: skip
         return DeviceRunner(parts)
+
+    def threads(self, plan: Plan, pool: Pool, reader: DiskReader) -> dict[TaskClass, ThreadFigures]:
+        """What the plan gives each class of tasks, and what its threads did. pool: the device's."""
+        queues = self.queues
+        ids: dict[TaskClass, tuple[int, ...]] = {
+            "compute": (*queues["device"].native_ids, *pool.native_ids),
+            "host_attention": (*queues["host_attention"].native_ids, *self.attention_pool.native_ids),
+            "disk_io": (*queues["disk_read"].native_ids, *queues["disk_write"].native_ids, *reader.native_ids),
+            "staging": (*queues["upload"].native_ids, *queues["download"].native_ids),
+        }
+        return {
+            name: ThreadFigures(planned=plan.threads.get(name, 1), cpu_s=sum(map(process.thread_cpu_s, numbers)))
+            for name, numbers in ids.items()
+        }
 
     def close(self) -> None:
         """End every thread."""

@@ -49,8 +49,8 @@ class _Task:
 
 
 class ThreadQueue:
-    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it; tasks that do, and those
-    behind it in the queue, end in the same way."""
+    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it; tasks that do, and
+    those behind it in the queue, end in the same way."""
 
     def __init__(self, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -59,6 +59,10 @@ class ThreadQueue:
         """What ended a task early since the queue was drained last."""
         self._thread = threading.Thread(target=self._serve, name=f"lmoffload-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def native_ids(self) -> tuple[int, ...]:
+        return () if self._thread.native_id is None else (self._thread.native_id,)
 
     def enqueue(self, run: Callable[[], object], waits: Sequence[Event] = ()) -> HostEvent:
         task = _Task(run, waits, HostEvent())
