@@ -8,6 +8,7 @@ from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import Contention, Curve, Link, MachineProfile, MemoryRate
 from lmoffload_solver.value import Tier
+from lmoffload_solver.workload import Limits
 
 COPY_SIZES = (2.0**12, 2.0**16, 2.0**20, 2.0**24, 2.0**28)
 
@@ -37,6 +38,18 @@ def emulated(profile: MachineProfile, device: EmulatedDevice) -> MachineProfile:
             "contention": (*profile.contention, *_contention(profile, device, copying)),
         }
     )
+
+
+def bare(profile: MachineProfile, limits: Limits) -> tuple[MachineProfile, Limits]:
+    """A machine without the device that it emulates, and limits for it: its memory is the process's own."""
+    device = profile.accelerator
+    if not isinstance(device, EmulatedDevice):
+        return profile, limits
+    usable = profile.host.memory_usable_bytes + device.memory_bytes
+    granted = None if limits.host_memory_bytes is None else limits.host_memory_bytes + device.memory_bytes
+    host = profile.host.model_copy(update={"memory_usable_bytes": usable})
+    changes = {"host_memory_bytes": granted, "emulated_device": None, "device_memory_bytes": None}
+    return profile.model_copy(update={"accelerator": None, "links": (), "host": host}), limits.model_copy(update=changes)
 
 
 def copy_rate(profile: MachineProfile) -> float:
