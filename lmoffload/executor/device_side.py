@@ -8,6 +8,7 @@ from typing import Any
 
 from lmoffload.executor import process
 from lmoffload.executor.accelerators import accelerator_of
+from lmoffload.executor.cores import cores_of, nodes_here
 from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
 from lmoffload.executor.host import ThreadQueue
 from lmoffload.executor.meter import Meter
@@ -35,6 +36,8 @@ class DeviceSide:
     units: tuple[Unit, ...]
     accelerator: Accelerator
     queues: dict[Resource, Queue]
+    pool: Pool
+    """Of what the device computes, where the host's kernels do."""
     attention_pool: Pool
 
     @staticmethod
@@ -46,18 +49,20 @@ class DeviceSide:
         """
         if not on_device(plan):
             return None
-        accelerator = accelerator_of(plan)
+        cores = cores_of(plan.threads, nodes_here())
+        accelerator = accelerator_of(plan, cores)
         queues: dict[Resource, Queue] = {
             "device": accelerator.compute,
             "upload": accelerator.upload,
             "download": accelerator.download,
-            "disk_read": ThreadQueue("read-queue"),
-            "disk_write": ThreadQueue("write-queue"),
-            "host_attention": ThreadQueue("attention"),
+            "disk_read": ThreadQueue("read-queue", cores.get("disk_io", ())),
+            "disk_write": ThreadQueue("write-queue", cores.get("disk_io", ())),
+            "host_attention": ThreadQueue("attention", cores.get("host_attention", ())[:1]),
         }
-        pool = Pool(plan.threads.get("host_attention", 1))
+        pool = Pool(plan.threads.get("host_attention", 1), cores.get("host_attention") or None)
         decision = decision_of(shape, plan)
-        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, pool)
+        computing = Pool(plan.threads.get("compute", 1), cores.get("compute"))
+        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, computing, pool)
 
     def weights(self, tensors: StoredTensors, plan: Plan, reader: DiskReader) -> TieredWeights:
         """Every weight at its home, and the buffers."""
@@ -81,11 +86,11 @@ class DeviceSide:
         )  # fmt: skip
         return DeviceRunner(parts)
 
-    def threads(self, plan: Plan, pool: Pool, reader: DiskReader) -> dict[TaskClass, ThreadFigures]:
-        """What the plan gives each class of tasks, and what its threads did. pool: the device's."""
+    def threads(self, plan: Plan, reader: DiskReader) -> dict[TaskClass, ThreadFigures]:
+        """What the plan gives each class of tasks, and what its threads did."""
         queues = self.queues
         ids: dict[TaskClass, tuple[int, ...]] = {
-            "compute": (*queues["device"].native_ids, *pool.native_ids),
+            "compute": (*queues["device"].native_ids, *self.pool.native_ids),
             "host_attention": (*queues["host_attention"].native_ids, *self.attention_pool.native_ids),
             "disk_io": (*queues["disk_read"].native_ids, *queues["disk_write"].native_ids, *reader.native_ids),
             "staging": (*queues["upload"].native_ids, *queues["download"].native_ids),

@@ -97,7 +97,7 @@ class Engine:
             raise StatedError("This model's rotary embedding follows a prompt's length, so it is not cut: plan without prefill_chunk.")
         model = build_model(config)
         self.base_bytes = process.resident_bytes()
-        self._pool = Pool(plan.threads.get("compute", 1))
+        self._pool = Pool(plan.threads.get("compute", 1)) if self._device is None else self._device.pool
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
         try:
             self.weights: WeightStore | TieredWeights
@@ -234,7 +234,7 @@ class Engine:
             tasks={kind: self._task_figures(kind) for kind in self.meter.counts},
             phases=phase_figures(work, None),
             performed=work,
-            threads={} if self._device is None else self._device.threads(self.plan, self._pool, self._reader),
+            threads={} if self._device is None else self._device.threads(self.plan, self._reader),
             overlapped_s=None if self._device is None else self.meter.overlapped_s,
             control_s=None if self._device is None else self.meter.control_s,
             peak_rss_bytes=peak,
