@@ -274,7 +274,7 @@ class MachineCosts:
     def rest_seconds(self, kind: LayerKind, tokens: Array) -> Array:
         """Seconds of a decoder layer outside its linear layers and its attention."""
         overheads = self.machine.overheads
-        return np.asarray(overheads.layer_s + kind.elementwise_bytes * tokens / overheads.elementwise_bytes_per_s)
+        return np.asarray(overheads.layer_s + overheads.elementwise_s(kind.elementwise_bytes * tokens))
 
     def head_seconds(self, model: ModelShape, kernel: str, rows: Array) -> Array:
         """Seconds of the output head over one token of each of `rows` (padded) sequences, its hand-over to the pool left out."""

@@ -7,8 +7,9 @@ at any point: a plan made from such a curve says so.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from lmoffload_solver.accelerator import Accelerator, EmulatedDevice, Rate, Source
@@ -131,6 +132,9 @@ class Overheads(Value):
     """Handing one linear layer to the pool, by its number of threads: waking threads that slept since the layer before is part of it."""
     elementwise_bytes_per_s: float = Field(gt=0)
     """Rate at which `counting.elementwise_bytes` of a layer are worked off (norms, rotary embedding, activation, residuals)."""
+    elementwise_slower: tuple[tuple[float, float], ...] = ()
+    """(bytes of a layer's elementwise work, how many times as long they take as that rate says), ascending: tensors leave the caches.
+    Empty where it was not measured."""
     random_read_s: float = Field(ge=0)
     """One direct 4 KiB read of a table row on disk."""
     handover_s: float | None = Field(default=None, ge=0)
@@ -138,6 +142,14 @@ class Overheads(Value):
     waking: tuple[tuple[float, float], ...] = ()
     """(seconds for which nothing computed, seconds then lost until cores compute as fast as before), ascending: clocks and caches that were
     let go. Empty where it was not measured."""
+
+    def elementwise_s(self, layer_bytes: Any) -> Any:
+        """Seconds of one layer's elementwise work of so many bytes, a number or an array."""
+        seconds = layer_bytes / self.elementwise_bytes_per_s
+        if not self.elementwise_slower:
+            return seconds
+        sizes, factors = zip(*self.elementwise_slower, strict=True)
+        return seconds * np.interp(layer_bytes, sizes, factors)
 
     def call_s(self, threads: int) -> float:
         """Handing one linear layer to a pool of `threads`: as measured with the nearest number, the larger of two equally near."""
