@@ -58,6 +58,7 @@ class DeviceRunner:
 
     def __init__(self, parts: DeviceParts) -> None:
         self._parts = parts
+        self._hidden = HiddenStates(parts.accelerator)
 
     def run(
         self,
@@ -69,7 +70,7 @@ class DeviceRunner:
     ) -> Iterator[tuple[int, list[Row]]]:
         """Run one block; after every step, (step, rows that finished with it)."""
         parts, own = self._parts, [batch for batch in batches if isinstance(batch, DeviceBatch)]
-        hidden = HiddenStates(parts.accelerator)
+        hidden = self._hidden
         working = self._working_bytes(own)
         parts.accelerator.memory.charge(working, "what is computed with")
         try:
