@@ -26,7 +26,6 @@ from lmoffload_solver.value import Quality, Value
 from lmoffload_solver.workload import Limits
 
 if TYPE_CHECKING:
-    from lmoffload.executor import Progress as Step
     from lmoffload.jobs.job import Job
     from lmoffload.jobs.results import Result
     from lmoffload.jobs.text import Text
@@ -184,18 +183,9 @@ def _run(
 ) -> RunReport:
     from lmoffload.api.engine import Engine
 
-    predicted = planned.plan.predicted
-    progress = RunProgress(bar, predicted.prefill_s, predicted.decode_s)
-
-    def show_step(step: Step) -> None:
-        progress.show(
-            steps_done=step.step + 1, num_steps=step.num_steps, blocks_done=step.block, num_blocks=step.num_blocks,
-            tokens=step.tokens_generated, elapsed_s=step.elapsed_s,
-        )  # fmt: skip
-
     bar.say("loading the weights")
     with Engine(planned, text=text, tell=tell, on_store=bar.show_store(), keep_spans=options.trace_file is not None) as engine:
-        engine.run(job, keep, show_step)
+        engine.run(job, keep, RunProgress(bar).show)
         report = engine.report()
         if options.trace_file is not None:
             write_whole(options.trace_file, json.dumps(engine.trace(job.workload)) + "\n", "trace")

@@ -110,13 +110,14 @@ class Meter:
         self.counts[task.kind] = self.counts.get(task.kind, 0) + 1
         self.seconds[task.kind] = self.seconds.get(task.kind, 0.0) + end_s - begin_s
         self.busy[task.resource] = self.busy.get(task.resource, 0.0) + end_s - begin_s
-        phase: Phase = "decode" if task.step else "prefill"
         if task.kind == "read_weights":
-            self.reads.setdefault((phase, task.unit), Sum()).add(end_s - begin_s)
-        elif task.kind == "compute":
-            self.compute_s[phase] = self.compute_s.get(phase, 0.0) + end_s - begin_s
+            self.reads.setdefault(("decode" if task.step else "prefill", task.unit), Sum()).add(end_s - begin_s)
         if self.keep_spans:
             self.spans.append(Span(task, begin_s, end_s))
+
+    def computed(self, phase: Phase, seconds: float) -> None:
+        """Count what of a compute task fell to forwards of a phase: prompts may join while others decode."""
+        self.compute_s[phase] = self.compute_s.get(phase, 0.0) + seconds
 
     def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
         """Count a product with a matrix; see `modeling.runtime.Watch`."""
@@ -131,10 +132,10 @@ class Meter:
         key = (self.phase, layer, about(self._attended.tokens // self._attended.sequences))
         self.attentions[key] = self.attentions.get(key, Attended()).with_more(self._attended._replace(seconds=seconds))
 
-    def forward(self, number: int, tokens: int, rows: int) -> None:
-        """Count the beginning of a micro-batch's forwards (one, or one for each chunk) over so many tokens, padding included, and rows."""
-        seen = self.forwards.get(self.phase, Forwards())
-        self.forwards[self.phase] = Forwards(seen.number + number, seen.tokens + tokens, seen.rows + rows)
+    def forward(self, phase: Phase, tokens: int, rows: int) -> None:
+        """Count the beginning of a forward of a micro-batch over so many tokens, padding included, and the rows that end in it."""
+        seen = self.forwards.get(phase, Forwards())
+        self.forwards[phase] = Forwards(seen.number + 1, seen.tokens + tokens, seen.rows + rows)
 
     def step(self, step: int, seconds: float, full: bool) -> None:
         """Count a step of a block; `full` when every micro-batch of a full block computed in it."""

@@ -72,9 +72,13 @@ class Progress:
     """How far a job has come."""
 
     step: int
-    num_steps: int
-    """Steps of the current block: its prefill and decode steps."""
+    """Of the current block, 0 its prefill."""
     block: int
-    num_blocks: int
+    num_done: int
+    num_prompts: int
+    share: float
+    """Of the work, weighed by what the plan predicts for prompts and new tokens; of completions that end early, all of it when they do."""
+    predicted_s: float
+    """What the plan predicts for all of it."""
     tokens_generated: int
     elapsed_s: float

@@ -16,6 +16,7 @@ from lmoffload.units import format_remaining
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import StoreProgress
+    from lmoffload.executor import Progress as Step
 
 LINE_EVERY_S = 15.0
 """Where standard error is no terminal, a line this often."""
@@ -72,17 +73,13 @@ class ProgressBar:
 
 
 class RunProgress:
-    """Turns an engine's steps into a share of the job: the plan's seconds first, corrected by the seconds spent as they come."""
+    """Tells how far an engine is: the plan's seconds first, corrected by the seconds spent as they come."""
 
-    def __init__(self, bar: ProgressBar, prefill_s: float, decode_s: float) -> None:
+    def __init__(self, bar: ProgressBar) -> None:
         self._bar = bar
-        self._total_s = max(prefill_s + decode_s, 1e-9)
-        self._prefill_share = prefill_s / self._total_s
 
-    def show(self, *, steps_done: int, num_steps: int, blocks_done: int, num_blocks: int, tokens: int, elapsed_s: float) -> None:
-        """A step has ended: `steps_done` of `num_steps` (the prefill and the decode steps) of the block after `blocks_done` others."""
-        decoded = 1.0 if num_steps == 1 else (steps_done - 1) / (num_steps - 1)
-        share = (blocks_done + self._prefill_share + (1 - self._prefill_share) * decoded) / num_blocks
-        remaining_s = elapsed_s * (1 - share) / share if share else self._total_s
-        rate = tokens / elapsed_s if elapsed_s else 0.0
-        self._bar.show(f"block {blocks_done + 1} of {num_blocks}, {rate:.1f} tokens/s", share, remaining_s)
+    def show(self, step: Step) -> None:
+        """A step has ended."""
+        remaining_s = step.elapsed_s * (1 - step.share) / step.share if step.share else step.predicted_s
+        rate = step.tokens_generated / step.elapsed_s if step.elapsed_s else 0.0
+        self._bar.show(f"{step.num_done} of {step.num_prompts} prompts, {rate:.1f} tokens/s", step.share, remaining_s)

@@ -21,7 +21,9 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
         StatedError: the first thing that does not hold.
     """
     kept = kept_model(model, plan)
-    rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
+    rules = (
+        _formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _refill(plan), _threads(plan),
+    )  # fmt: skip
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
 
@@ -94,6 +96,11 @@ def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
     on_disk = sum(spilled.num_bytes for spilled in spilled_of(model, plan).values())
     if plan.kv.bytes.get("disk", 0) != on_disk:
         yield f"its keys and values on the disk take {on_disk} bytes where the plan has {plan.kv.bytes.get('disk', 0)}"
+
+
+def _refill(plan: Plan) -> Iterator[str]:
+    if plan.refill is not None and plan.refill > plan.micro_batch:
+        yield f"it lets prompts in when {plan.refill} places of a micro-batch are free, and one has {plan.micro_batch}"
 
 
 def _threads(plan: Plan) -> Iterator[str]:
