@@ -2,8 +2,8 @@
 
     python -m benchmarks.kills --kills 20 --prompts 200
 
-What must hold: the lines finished before a kill stay as they were, byte for byte; every line is there once; in all the output is that of the
-undisturbed run, order aside; and no run computes a finished prompt again. How much of unfinished ones is computed again is at most a block.
+What must hold: the lines finished before a kill stay as they were, byte for byte; every line is there once; in all the output is that of
+the undisturbed run, order aside; and no run computes a finished prompt again, so that at most a block is computed again after a kill.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-PLACES = 4
-"""Of a block: two micro-batches of two prompts."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Job:
                 prompt = " ".join(chance.choice(words) for _ in range(chance.randint(1, 12)))
                 line: dict[str, object] = {"id": f"p{number}", "prompt": prompt, "max_new_tokens": chance.randint(1, 60)}
                 lines.write(json.dumps(line | ({"temperature": 0.9} if number % 3 else {"seed": number})) + "\n")
-        options = ("--seed", "7", "--micro-batch", "2", "--num-micro-batches", "2", "--weights-memory", "50%")
+        options = ("--seed", "7", "--nice", "5", "--micro-batch", "2", "--num-micro-batches", "2", "--weights-memory", "50%")
         return Job((sys.executable, "-m", "lmoffload", "run", str(model), "--input", str(file), *options, "--output"), num_prompts)
 
     def start(self, output: Path, *more: str) -> subprocess.Popen[str]:
@@ -96,12 +93,16 @@ def kill_often(job: Job, folder: Path, kills: int, seed: int) -> dict[str, int]:
     assert sorted(after) == sorted(expected), "the output is that of the undisturbed run"
     computed = json.loads(report.read_text(encoding="utf-8"))["prompts_computed"] if report.exists() else 0
     assert computed == job.num_prompts - len(before), remarks
-    return {"kills": kills, "kills_while_writing": sum(map(bool, added)), "lines_before_the_last_run": len(before), "computed_by_it": computed}
+    while_writing = sum(map(bool, added))
+    return {"kills": kills, "kills_while_writing": while_writing, "lines_before_the_last_run": len(before), "computed_by_it": computed}
 
 
 def main() -> None:
     """The command."""
     from lmoffload.checkpoint.dummy_tokenizer import write_tokenizer
+    from lmoffload.profiler.limits import disk_of
+    from lmoffload.profiler.store import default_profile_path, save_profile
+    from tests.cli.machines import machine
     from tests.models import tiny_checkpoint
 
     parser = argparse.ArgumentParser(description="Kill a job at random moments and go on with it.")
@@ -110,6 +111,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
+        os.environ |= {variable: f"{name}/{variable}" for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME")}
+        save_profile(machine(file_system=disk_of(Path(name)).mount_point), default_profile_path())
         model = tiny_checkpoint("llama", Path(name) / "model", vocab_size=300)
         write_tokenizer(model, 300)
         print(json.dumps(kill_often(Job.make(Path(name), model, chosen.prompts, chosen.seed), Path(name), chosen.kills, chosen.seed)))

@@ -227,7 +227,9 @@ def _run(
     options: RunOptions,
 ) -> RunReport:
     from lmoffload.api.engine import Engine
+    from lmoffload.jobs.memory_watch import MemoryWatch
 
+    watch = MemoryWatch(planned.plan.predicted.peak_bytes.get("host", 0))
     progress = RunProgress(bar)
 
     def after_step(step: Step) -> None:
@@ -237,7 +239,7 @@ def _run(
 
     bar.say("loading the weights")
     with Engine(planned, text=text, tell=tell, on_store=bar.show_store(), keep_spans=options.trace_file is not None) as engine:
-        engine.run(job, keep, after_step)
+        engine.run(job, keep, after_step, watch.short)
         report = engine.report()
         if options.trace_file is not None:
             write_whole(options.trace_file, json.dumps(engine.trace(job.workload)) + "\n", "trace")

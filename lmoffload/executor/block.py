@@ -56,11 +56,12 @@ class BlockRunner:
         stop_ids: frozenset[int] = frozenset(),
         decode: Callable[[Sequence[int]], str] | None = None,
         waiting: Waiting | None = None,
+        short: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, list[Row]]]:
         """Run one block until all its rows have finished; after every step, (step, rows that finished with it).
 
         full: it is as large as the largest. stop_ids: tokens that end a row. decode: text of tokens, for stop strings. waiting: rows that
-        take the places of those that finish before others.
+        take the places of those that finish before others. short: asked after every step whether memory is; some rows then go back to wait.
 
         No gradient is recorded; the context is entered around each resumption, outside the greenlets, whose torch state is this thread's.
         """
@@ -72,8 +73,8 @@ class BlockRunner:
                 tasks = block_tasks(self._units, walk.num_steps, len(batches), self._plan.prefetch_depth, staged.spilled)
                 for step, finished in self._steps(walk, tasks, batches, full, stop_ids, decode):
                     yield step, finished
-                    if waiting is not None and not all(batch.done for batch in batches) and waiting.fill(batches):
-                        self._meter.keep_spans = False  # nothing is predicted for what follows
+                    if waiting is not None:
+                        self._change(batches, waiting, short)
                     walk.step_ended(step)
             finally:
                 self._reader.discard()
@@ -81,6 +82,16 @@ class BlockRunner:
                 for batch in batches:
                     batch.abandon()
                     batch.release()
+
+    def _change(self, batches: Sequence[MicroBatch], waiting: Waiting, short: Callable[[], bool]) -> None:
+        """Between two steps rows go and come."""
+        if all(batch.done for batch in batches):
+            return
+        if short():
+            waiting.shrink(batches)
+        elif not waiting.fill(batches):
+            return
+        self._meter.keep_spans = False  # nothing is predicted for what follows
 
     def _steps(
         self,
@@ -103,10 +114,13 @@ class BlockRunner:
             if batch.logits is not None:
                 finished += batch.take_tokens(stop_ids, decode)
                 self._meter.tokens += batch.tokens_taken
+                self._meter.held_tokens += batch.tokens_held
                 self._meter.decode_tokens += batch.tokens_taken - batch.first_tokens_taken
             if task.unit == len(self._units) - 1 and task.micro_batch == len(batches) - 1:
                 now = time.perf_counter()
                 self._meter.step(task.step, now - step_begin, full)
+                self._meter.places += sum(len(batch.rooms) for batch in batches)
+                self._meter.room_tokens += sum(sum(batch.rooms) for batch in batches)
                 step_begin = now
                 self._meter.prompts += len(finished)
                 yield task.step, finished
@@ -191,6 +205,7 @@ class _Walk:
                 reached: int | None = batch.begin(runner._model, runner._weights.table_rows, self._enter)
                 for forward in batch.forwards:
                     runner._meter.forward(*forward)
+                runner._meter.padding_tokens += batch.padding
             else:
                 reached = batch.resume(unit.kind == "head", self._enter)
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"

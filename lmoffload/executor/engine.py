@@ -121,6 +121,7 @@ class Engine:
         requests: Sequence[Request],
         on_done: Callable[[Completion], None] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        short: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
         """Complete every prompt; completions in the order of the requests.
 
@@ -131,9 +132,10 @@ class Engine:
         Args:
             on_done: called with each completion as soon as it is finished.
             on_progress: called after every step.
+            short: asked after every step whether memory is short: blocks then become smaller.
 
         Raises:
-            StatedError: the requests need more memory than the plan has, or a device failed.
+            StatedError: the requests need more memory than the plan has, memory is short for a single row, or a device failed.
         """
         done: dict[int, Completion] = {}
 
@@ -150,21 +152,28 @@ class Engine:
             except StatedError as error:
                 finish(index, Completion(request.id, (), len(request.token_ids), "error", str(error)))
         places = {id(row): index for index, row in rows}
-        waiting = Waiting([row for _, row in rows], self.plan.refill)
-        block_rows = self.plan.micro_batch * self.plan.num_micro_batches
-        first = min(block_rows, len(waiting))
-        check_room(self.plan, self._block(waiting.first(block_rows)))
+
+        def restart(row: Row) -> None:
+            new = make_row(row.request, self._generation, self.shape.vocab_size)
+            row.sampler, row.tokens, row.generated = new.sampler, new.tokens, new.generated
+
+        most_rows = self.plan.micro_batch * self.plan.num_micro_batches
+        waiting = Waiting([row for _, row in rows], most_rows, self.plan.refill, restart)
+        first = len(waiting.first())
+        check_room(self.plan, self._block(waiting.first()))
         pace = Pace(self.plan, [row for _, row in rows])
         for number in count():
-            if not (block := self._block(waiting.take(block_rows))):
+            if not (block := self._block(waiting.take())):
                 break
             full = sum(len(batch.rows) for batch in block) == first
-            for step, finished in self._blocks.run(block, full, self._stop_ids, self._decode, waiting):
+            for step, finished in self._blocks.run(block, full, self._stop_ids, self._decode, waiting, short):
                 for row in finished:
                     finish(places[id(row)], _completion(row))
                 if on_progress is not None:
-                    on_progress(pace.after(step, number, block, finished))
+                    on_progress(pace.after(step, number, block, finished, self.meter))
             self.meter.keep_spans = False
+        if waiting.places < most_rows:
+            self.remarks.append(f"Memory got short: blocks were made smaller, from {most_rows} prompts to {waiting.places}.")
         return [done[index] for index in range(len(requests))]
 
     def score(
@@ -241,6 +250,7 @@ class Engine:
             },
             phases=phase_figures(work, None),
             performed=work,
+            waste=self.meter.waste,
             peak_rss_bytes=peak,
             remarks=tuple(self.remarks),
             versions={"torch": torch.__version__},

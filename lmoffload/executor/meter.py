@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Predicted
+from lmoffload_solver.report import Waste
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource
 
@@ -92,6 +93,14 @@ class Meter:
     decode_tokens: int = 0
     """Tokens but each row's first, which the prefill gives."""
     prompts: int = 0
+    padding_tokens: int = 0
+    """Computed and nobody's."""
+    places: int = 0
+    """Of blocks, in every step; `tokens` of them were taken by a row that computed."""
+    room_tokens: int = 0
+    """Of keys and values, in every step."""
+    held_tokens: int = 0
+    """Of them those with keys and values of a row that computed."""
     phase: Phase = "prefill"
     """Of what computes now."""
     reads: dict[tuple[Phase, int], Sum] = field(default_factory=dict)
@@ -146,6 +155,18 @@ class Meter:
         if full:
             self.num_full_steps += 1
             self.full_steps_s += seconds
+
+    @property
+    def waste(self) -> Waste | None:
+        """None where nothing was computed."""
+        computed = sum(seen.tokens for seen in self.forwards.values())
+        if not (computed and self.places and self.room_tokens):
+            return None
+        return Waste(
+            padding=self.padding_tokens / computed,
+            idle_places=1 - self.tokens / self.places,
+            unused_kv=1 - self.held_tokens / self.room_tokens,
+        )
 
     def figures(self, peak_bytes: int, base_bytes: int) -> Predicted:
         """The same quantities as a prediction, measured."""

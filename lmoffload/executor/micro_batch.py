@@ -58,7 +58,7 @@ class MicroBatch:
         self._layers = shape.layers
         self._formats = plan.kv.format
         self._on_disk = frozenset(layer for layer, number, tier in plan.kv.homes if tier == "disk" and number == index)
-        self._rooms = [row.room for row in rows]
+        self.rooms = tuple(row.room for row in rows)
         self.cache: KVCache | None = None
         self._pool = pool
         self._token_multiple = counting.token_multiple(shape)
@@ -76,6 +76,8 @@ class MicroBatch:
         """Seconds of the last attention, storing keys and values left out."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
+        self.tokens_held = 0
+        """Keys and values that were kept for those rows then, in tokens."""
         self.first_tokens_taken = 0
         """Those of them that are their rows' first."""
         self.kept_logits: list[torch.Tensor] = []
@@ -83,13 +85,13 @@ class MicroBatch:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that this micro-batch's cache takes in memory."""
-        return kv_bytes([layer for i, layer in enumerate(self._layers) if i not in self._on_disk], self._rooms, self._formats)
+        return kv_bytes([layer for i, layer in enumerate(self._layers) if i not in self._on_disk], self.rooms, self._formats)
 
     @property
     def spilled(self) -> dict[int, Spilled]:
         """Keys and values on the disk, by layer."""
         formats = self._formats.key, self._formats.value
-        return {layer: counting.spilled(self._layers[layer], self._rooms, *formats) for layer in sorted(self._on_disk)}
+        return {layer: counting.spilled(self._layers[layer], self.rooms, *formats) for layer in sorted(self._on_disk)}
 
     def changed_pages(self, layer: int) -> list[tuple[int, int]]:
         """Bytes [begin, end) of a layer's staging buffer that the step under way has changed."""
@@ -101,7 +103,7 @@ class MicroBatch:
 
     def allocate(self) -> None:
         """Allocate the cache."""
-        self.cache = KVCache(self._layers, self._rooms, self._formats, self._on_disk)
+        self.cache = KVCache(self._layers, self.rooms, self._formats, self._on_disk)
 
     def release(self) -> None:
         """Drop the cache."""
@@ -126,6 +128,11 @@ class MicroBatch:
         return [(one.phase, len(one.packed.token_ids), len(one.packed.newest)) for one in self._forwards]
 
     @property
+    def padding(self) -> int:
+        """Tokens of the step that are computed and are nobody's."""
+        return sum(len(one.packed.token_ids) - one.packed.segments[-1][1] for one in self._forwards)
+
+    @property
     def done(self) -> bool:
         return not any(row.active for row in self.rows)
 
@@ -146,8 +153,15 @@ class MicroBatch:
 
     def put(self, place: int, row: Row) -> None:
         """Let a row that has not begun take a free place, between two steps."""
-        assert row.fresh and not self.rows[place].active and row.room <= self._rooms[place]
+        assert row.fresh and not self.rows[place].active and row.room <= self.rooms[place]
         self.rows[place] = row
+
+    def evict(self) -> list[Row]:
+        """Give up the rows that have not finished, between two steps, and the memory."""
+        rows = [row for row in self.rows if row.active]
+        self.rows = []
+        self.release()
+        return rows
 
     def begin(
         self, model: Any, table_rows: Callable[[Sequence[int]], torch.Tensor], enter: Callable[[Phase], None] = lambda phase: None
@@ -284,6 +298,7 @@ class MicroBatch:
                 row.score(part)
             logits = torch.stack([part[-1] for part in parts])
         self.tokens_taken, self.first_tokens_taken = len(rows), sum(row.fresh for row in rows)
+        self.tokens_held = sum(len(row.tokens) for row in rows)
         likeliest = logits.argmax(dim=-1).tolist()
         finished = []
         for row, row_logits, first in zip(rows, logits, likeliest, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.request import Progress
 from lmoffload.executor.row import Row
@@ -23,7 +24,7 @@ class Pace:
         self._done_s = 0.0
         self._began = time.perf_counter()
 
-    def after(self, step: int, block: int, batches: Sequence[MicroBatch], finished: Sequence[Row]) -> Progress:
+    def after(self, step: int, block: int, batches: Sequence[MicroBatch], finished: Sequence[Row], meter: Meter) -> Progress:
         """A step of a block has ended, and some rows with it."""
         self._num_done += len(finished)
         self._tokens += sum(len(row.generated) for row in finished)
@@ -32,9 +33,8 @@ class Pace:
         done_s = self._done_s + sum(self._seconds(row, len(row.generated)) for row in active)
         tokens = self._tokens + sum(len(row.generated) for row in active)
         share = done_s / self._total_s if self._total_s else self._num_done / self._num_prompts
-        return Progress(
-            step, block, self._num_done, self._num_prompts, share, self._total_s, tokens, time.perf_counter() - self._began
-        )
+        elapsed_s, binds = time.perf_counter() - self._began, max(meter.busy, key=lambda resource: meter.busy[resource])
+        return Progress(step, block, self._num_done, self._num_prompts, share, self._total_s, tokens, elapsed_s, binds)
 
     def _seconds(self, row: Row, new_tokens: int) -> float:
         """A prompt and so many new tokens, the first of which its prefill gives."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from lmoffload_solver.value import Resource
+
 if TYPE_CHECKING:
     import torch
 
@@ -82,3 +84,5 @@ class Progress:
     """What the plan predicts for all of it."""
     tokens_generated: int
     elapsed_s: float
+    binds: Resource
+    """Has worked longest so far."""

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from lmoffload.checkpoint import StoreProgress
     from lmoffload.executor import Progress as Step
 
+BINDS = {"disk_read": "reading", "disk_write": "writing", "host_compute": "computing"}
+"""What is told of a resource that has worked longest."""
+
 LINE_EVERY_S = 15.0
 """Where standard error is no terminal, a line this often."""
 
@@ -32,9 +35,11 @@ class ProgressBar:
         self._task = self._bar.add_task("", total=1.0, end="")
         self._next_line_s = time.monotonic() + LINE_EVERY_S
 
-    def show(self, what: str, share: float, remaining_s: float) -> None:
-        """`share` of the work is done, and `remaining_s` seconds are left."""
+    def show(self, what: str, share: float, remaining_s: float, planned_s: float | None = None) -> None:
+        """`share` of the work is done, and `remaining_s` seconds are left, where `planned_s` were planned for what is left."""
         left = f"{format_remaining(remaining_s)} left"
+        if planned_s is not None:
+            left += f" ({format_remaining(planned_s)} planned)"
         if sys.stderr.isatty():
             self._bar.update(self._task, description=what, completed=min(share, 1.0), end=left)
         elif time.monotonic() >= self._next_line_s:
@@ -73,7 +78,8 @@ class ProgressBar:
 
 
 class RunProgress:
-    """Tells how far an engine is: the plan's seconds first, corrected by the seconds spent as they come."""
+    """Tells how far an engine is, how long it will still take (the plan's seconds, and corrected by those spent), how fast it is, and what
+    binds."""
 
     def __init__(self, bar: ProgressBar) -> None:
         self._bar = bar
@@ -82,4 +88,5 @@ class RunProgress:
         """A step has ended."""
         remaining_s = step.elapsed_s * (1 - step.share) / step.share if step.share else step.predicted_s
         rate = step.tokens_generated / step.elapsed_s if step.elapsed_s else 0.0
-        self._bar.show(f"{step.num_done} of {step.num_prompts} prompts, {rate:.1f} tokens/s", step.share, remaining_s)
+        what = f"{step.num_done} of {step.num_prompts} prompts, {rate:.1f} tokens/s, {BINDS.get(step.binds, step.binds)} binds"
+        self._bar.show(what, step.share, remaining_s, (1 - step.share) * step.predicted_s)

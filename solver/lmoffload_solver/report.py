@@ -31,6 +31,17 @@ class PartFigures(Value):
     measured_s: float
 
 
+class Waste(Value):
+    """What a run had in vain, as shares."""
+
+    padding: float
+    """Of the tokens computed, those of no prompt and no completion."""
+    idle_places: float
+    """Of the places of blocks in every step, those without a row that computes: it has finished, and none has come in its place."""
+    unused_kv: float
+    """Of the room reserved for keys and values in every step, what holds none of a row that computes: completions grow into it."""
+
+
 class RunReport(Value):
     """What a run did, beside what was predicted for it."""
 
@@ -52,6 +63,7 @@ class RunReport(Value):
     """Prefill and decode apart: reading weights, computing, and what computing consists of."""
     performed: Performed | None = None
     """The work behind `phases`: what `lmoffload calibrate` holds profiles against."""
+    waste: Waste | None = None
     peak_rss_bytes: int
     remarks: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -104,8 +105,9 @@ def test_weights_are_read_once_a_step_and_steps_are_fewer(tiny, tmp_path):
 def steps_of(shape, plan, new_tokens):
     """Steps of a job, walked with what the engine uses to fill places and nothing computed."""
     rows = [make_row(Request(str(i), (1,) * (1 + i % 3), new), {}, 10) for i, new in enumerate(new_tokens)]
-    waiting, size, steps = Waiting(rows, plan.refill), plan.micro_batch, 0
-    while block := waiting.take(size * plan.num_micro_batches):
+    size, steps = plan.micro_batch, 0
+    waiting = Waiting(rows, size * plan.num_micro_batches, plan.refill, lambda row: None)
+    while block := waiting.take():
         batches = [MicroBatch(i, block[at : at + size], shape, plan, None) for i, at in enumerate(range(0, len(block), size))]
         while not all(batch.done for batch in batches):
             for row in [row for batch in batches for row in batch.rows if row.active]:
@@ -127,6 +129,47 @@ def test_never_more_steps(tiny, new_tokens, micro_batch, num_micro_batches):
     equal = [max(new_tokens)] * len(new_tokens)
     counts = {steps_of(checkpoint.shape, plan.model_copy(update={"refill": refill}), equal) for refill in (None, 1, micro_batch)}
     assert counts == {max(new_tokens) * -(-len(equal) // (micro_batch * num_micro_batches))}
+
+
+def test_less_memory_than_planned_changes_no_row(tiny, tmp_path):
+    """Said to be short now and then: the last micro-batch, then half of the only one, come again; at last one row is too much."""
+    checkpoint = tiny("gemma3", num_layers=3)
+    expected = generate(checkpoint, plan_of(checkpoint, None, micro_batch=1, num_micro_batches=1), tmp_path)[0]
+    plan = plan_of(checkpoint, 1, resident=set(), micro_batch=3, num_micro_batches=2)
+    texts = prompts(checkpoint.shape.vocab_size, LENGTHS)
+    requests = [Request(str(i), tuple(text), new) for i, (text, new) in enumerate(zip(texts, NEW_TOKENS, strict=True))]
+    for places, seen in ((3, (4,)), (1, (2, 4))):
+        steps = count()
+        with Engine(checkpoint, plan, cache=tmp_path) as engine:
+            found = engine.generate(requests, short=lambda steps=steps, seen=seen: next(steps) in seen)
+            assert [(one.token_ids, one.finish_reason) for one in found] == expected
+            assert engine.remarks == [f"Memory got short: blocks were made smaller, from 6 prompts to {places}."]
+    done = []
+    with Engine(checkpoint, plan) as engine, pytest.raises(StatedError, match="Memory is short even for one prompt"):
+        engine.generate(requests, done.append, short=lambda: bool(done))
+    assert 0 < len(done) < len(requests) and all((one.token_ids, one.finish_reason) == expected[int(one.id)] for one in done)
+
+
+def test_little_is_in_vain(tiny):
+    """Prompts of 5 to 900 tokens, completions of 1 to 24. Batches of four in the file's order, filled up to the longest of each and run until
+    its last has finished, compute more than 1.5 times as many tokens, in more steps."""
+    checkpoint = tiny("llama", num_layers=1, hidden_size=32, max_position_embeddings=1024)
+    chance, places = random.Random(0), 4
+    lengths, new_tokens = [chance.randint(5, 900) for _ in range(24)], [chance.randint(1, 24) for _ in range(24)]
+    plan = make_plan(checkpoint.shape, checkpoint.fingerprint, tokens=1000).model_copy(update={"refill": 1})
+    requests = [Request(str(i), (5,) * length, new) for i, (length, new) in enumerate(zip(lengths, new_tokens, strict=True))]
+    seen = []
+    with Engine(checkpoint, plan) as engine:
+        engine.generate(requests, on_progress=seen.append)
+        waste, computed = engine.report().waste, sum(phase.tokens for phase in engine.meter.forwards.values())
+        assert waste is not None and waste.padding == engine.meter.padding_tokens / computed < 0.1
+        useful = sum(lengths) + sum(new_tokens) - len(lengths)
+        assert computed - engine.meter.padding_tokens == useful
+        assert waste.idle_places == pytest.approx(1 - sum(new_tokens) / engine.meter.places) and waste.idle_places < 0.15
+        assert 0 < waste.unused_kv < 0.6, "short prompts come in places of long ones"
+    batches = [slice(at, at + places) for at in range(0, 24, places)]
+    fixed = sum(places * (max(lengths[batch]) + max(new_tokens[batch]) - 1) for batch in batches)
+    assert fixed > 1.5 * computed and sum(max(new_tokens[batch]) for batch in batches) > 1.3 * len(seen)
 
 
 def test_more_places_than_a_micro_batch_has(tiny):
