@@ -151,23 +151,22 @@ def test_less_memory_than_planned_changes_no_row(tiny, tmp_path):
 
 
 def test_little_is_in_vain(tiny):
-    """Prompts of 5 to 900 tokens, completions of 1 to 24. Batches of four in the file's order, filled up to the longest of each and run until
-    its last has finished, compute more than 1.5 times as many tokens, in more steps."""
+    """Prompts of 5 to 900 tokens, completions of 1 to 24. Batches of eight in the file's order, filled up to the longest of each and run
+    until its last has finished, compute more than 1.5 times as many tokens, in more steps."""
     checkpoint = tiny("llama", num_layers=1, hidden_size=32, max_position_embeddings=1024)
-    chance, places = random.Random(0), 4
-    lengths, new_tokens = [chance.randint(5, 900) for _ in range(24)], [chance.randint(1, 24) for _ in range(24)]
-    plan = make_plan(checkpoint.shape, checkpoint.fingerprint, tokens=1000).model_copy(update={"refill": 1})
+    chance, count, places = random.Random(0), 32, 8
+    lengths, new_tokens = [chance.randint(5, 900) for _ in range(count)], [chance.randint(1, 24) for _ in range(count)]
+    plan = make_plan(checkpoint.shape, checkpoint.fingerprint, tokens=1000, micro_batch=4).model_copy(update={"refill": 1})
     requests = [Request(str(i), (5,) * length, new) for i, (length, new) in enumerate(zip(lengths, new_tokens, strict=True))]
     seen = []
     with Engine(checkpoint, plan) as engine:
         engine.generate(requests, on_progress=seen.append)
         waste, computed = engine.report().waste, sum(phase.tokens for phase in engine.meter.forwards.values())
         assert waste is not None and waste.padding == engine.meter.padding_tokens / computed < 0.1
-        useful = sum(lengths) + sum(new_tokens) - len(lengths)
-        assert computed - engine.meter.padding_tokens == useful
-        assert waste.idle_places == pytest.approx(1 - sum(new_tokens) / engine.meter.places) and waste.idle_places < 0.15
-        assert 0 < waste.unused_kv < 0.6, "short prompts come in places of long ones"
-    batches = [slice(at, at + places) for at in range(0, 24, places)]
+        assert computed - engine.meter.padding_tokens == sum(lengths) + sum(new_tokens) - count
+        assert waste.idle_places == pytest.approx(1 - sum(new_tokens) / engine.meter.places) and waste.idle_places < 0.3
+        assert 0 < waste.unused_kv < 0.7, "short prompts come in places of long ones"
+    batches = [slice(at, at + places) for at in range(0, count, places)]
     fixed = sum(places * (max(lengths[batch]) + max(new_tokens[batch]) - 1) for batch in batches)
     assert fixed > 1.5 * computed and sum(max(new_tokens[batch]) for batch in batches) > 1.3 * len(seen)
 
