@@ -20,9 +20,10 @@ from lmoffload.api.work import Work
 from lmoffload.documents import check_place, require_distinct, write_whole
 from lmoffload.errors import StatedError, UsageError
 from lmoffload.report.plan import infeasible_document
-from lmoffload.report.progress import ProgressBar, RunProgress
+from lmoffload.report.progress import BINDS, ProgressBar, RunProgress
 from lmoffload.report.run import run_line, run_tables
 from lmoffload.report.tables import show
+from lmoffload.units import format_number, format_seconds
 from lmoffload_solver.plan import Named
 from lmoffload_solver.value import Quality, Value
 from lmoffload_solver.workload import Limits
@@ -156,6 +157,8 @@ def write_document(value: Value, path: Path, what: str) -> None:
 
 def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
     """Refuse what can be refused before anything is opened. Writes nothing."""
+    from lmoffload.jobs.manifest import manifest_place
+
     work.check()
     work.require_prompts()
     if options.plan_file is not None and (limits != Limits() or options.quality != "exact"):
@@ -173,7 +176,12 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
     if options.trace_file is not None:
         check_place(options.trace_file, "trace")
     require_distinct(
-        [("--output", options.output), ("--report", options.report_file), ("--trace", options.trace_file)],
+        [
+            ("--output", options.output),
+            ("the manifest of --output", None if options.output is None else manifest_place(options.output)),
+            ("--report", options.report_file),
+            ("--trace", options.trace_file),
+        ],
         [("--input", work.input_file), ("--plan", options.plan_file)],
     )
 
@@ -227,6 +235,7 @@ def _run(
     options: RunOptions,
 ) -> RunReport:
     from lmoffload.api.engine import Engine
+    from lmoffload.executor.pace import TokenSeconds
     from lmoffload.jobs.memory_watch import MemoryWatch
 
     watch = MemoryWatch(planned.plan.predicted.peak_bytes.get("host", 0))
@@ -237,6 +246,10 @@ def _run(
         if output is not None:
             output.sync()
 
+    if output is not None:
+        costs = TokenSeconds.of(planned.plan)
+        seconds = format_seconds(sum(costs.seconds(request) for request in job.requests))
+        tell(f"Planned: {format_number(len(job.requests), 'prompt')} in {seconds} at most; {BINDS.get(planned.plan.binding)} binds.")
     bar.say("loading the weights")
     with Engine(planned, text=text, tell=tell, on_store=bar.show_store(), keep_spans=options.trace_file is not None) as engine:
         engine.run(job, keep, after_step, watch.short)
