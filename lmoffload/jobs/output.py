@@ -82,6 +82,7 @@ class JobOutput:
                 os.ftruncate(self._descriptor, 0)
             write_manifest(self.path, manifest)
             self._keep_finished()
+            self._kept = b""
         except OSError as error:
             raise self._failed(error) from error
 
