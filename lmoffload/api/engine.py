@@ -108,9 +108,14 @@ class Engine:
         return [results[str(number)].completion for number in range(1, len(prompts) + 1)]
 
     def run(
-        self, job: Job, on_result: Callable[[Result], None], on_progress: Callable[[Progress], None] | None = None
+        self,
+        job: Job,
+        on_result: Callable[[Result], None],
+        on_progress: Callable[[Progress], None] | None = None,
+        short: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Run a job; `on_result` is called with every line's result as soon as it is known.
+        """Run a job; `on_result` is called with every line's result as soon as it is known, `short` after every step: where it says that
+        memory is short, the block becomes smaller.
 
         Raises:
             StatedError: the plan has no room for the job, or a device failed.
@@ -125,7 +130,7 @@ class Engine:
         def finish(completion: Completion) -> None:
             on_result(Result.of_completion(completion, self.text.decode_until(completion.token_ids, stops[completion.id])))
 
-        self._engine.generate(job.requests, finish, on_progress)
+        self._engine.generate(job.requests, finish, on_progress, short)
 
     def report(self) -> RunReport:
         """What has been run so far, predicted and measured."""

@@ -162,6 +162,11 @@ def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
         raise InfeasibleError(f"The plan {path} has {threads} compute threads, and this process may use {cores} cores now: plan again.")
 
 
+def has_room(plan: Plan, shape: ModelShape) -> bool:
+    """Whether this process may use now what a plan needs."""
+    return peak(shape, plan) <= memory_of_process() and plan.threads["compute"] <= read_limits().cores
+
+
 def check_fits(workload: Workload, plan: Plan) -> None:
     """Raises:
     StatedError: the plan, made before, has no room for this work.

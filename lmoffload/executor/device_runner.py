@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmoffload.executor.device_batch import DeviceBatch
-from lmoffload.executor.device_tasks import DeviceTasks
+from lmoffload.executor.device_tasks import DeviceTasks, Taken
 from lmoffload.executor.hidden_states import HiddenStates
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
@@ -18,6 +18,7 @@ from lmoffload.executor.resources import Accelerator, Event, Queue
 from lmoffload.executor.row import Row
 from lmoffload.executor.tiered_kv import TieredKV
 from lmoffload.executor.tiered_weights import TieredWeights
+from lmoffload.executor.waiting import Waiting
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver import counting
@@ -32,6 +33,8 @@ from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Task, Unit
 from lmoffload_solver.value import Kind, Resource
 from lmoffload_solver.workload import Workload
+
+COMPUTING: frozenset[Kind] = frozenset({"compute", "compute_before_attention", "compute_after_attention"})
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,14 @@ class DeviceRunner:
     def run(
         self,
         batches: Sequence[MicroBatch],
-        num_steps: int,
-        full: bool,
-        stop_ids: frozenset[int],
-        decode: Callable[[Sequence[int]], str] | None,
+        full: bool = False,
+        stop_ids: frozenset[int] = frozenset(),
+        decode: Callable[[Sequence[int]], str] | None = None,
+        waiting: Waiting | None = None,
+        short: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, list[Row]]]:
-        """Run one block; after every step, (step, rows that finished with it)."""
+        """Run one block; after every step, (step, rows that finished with it). As in `BlockRunner.run`, but that rows neither come nor go
+        before the block has ended: waiting and short are not asked."""
         parts, own = self._parts, [batch for batch in batches if isinstance(batch, DeviceBatch)]
         hidden = self._hidden
         working = self._working_bytes(own)
@@ -78,7 +83,7 @@ class DeviceRunner:
                 batch.allocate()
             with TieredKV(own, parts.decision.kv, parts.accelerator, parts.reader, parts.kv_folder) as kv:
                 tasks = DeviceTasks(parts, own, kv, hidden, stop_ids, decode)
-                walk = _Walk(parts, own, tasks, num_steps)
+                walk = _Walk(parts, own, tasks, max(batch.most_steps for batch in own))
                 try:
                     yield from self._steps(walk, tasks, own, full)
                 finally:
@@ -109,9 +114,12 @@ class DeviceRunner:
             began_s, end_s = end_s, walk.end_s(step)
             finished = tasks.finished.pop(step, [])
             meter.step(step, end_s - began_s, full)
-            taken = tasks.taken.pop(step, 0)
-            meter.tokens += taken
-            meter.decode_tokens += taken if step else 0
+            taken = tasks.taken.pop(step, Taken())
+            meter.tokens += taken.tokens
+            meter.held_tokens += taken.held
+            meter.decode_tokens += taken.tokens if step else 0
+            meter.places += sum(len(batch.rooms) for batch in batches)
+            meter.room_tokens += sum(sum(batch.rooms) for batch in batches)
             meter.prompts += len(finished)
             yield step, finished
             full, left = full and not finished, left - len(finished)
@@ -181,6 +189,8 @@ class _Walk:
             task, event = self._under_way.pop(number)
             event.wait()
             meter.task(task, event.begin_s, event.end_s)
+            if task.kind in COMPUTING:
+                meter.computed("decode" if task.step else "prefill", event.end_s - event.begin_s)
             spans.append((event.begin_s, event.end_s))
         meter.together(spans)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,14 @@ from lmoffload_solver.value import Kind, Resource
 
 if TYPE_CHECKING:
     from lmoffload.executor.device_runner import DeviceParts
+
+
+class Taken(NamedTuple):
+    """Tokens of a step."""
+
+    tokens: int = 0
+    held: int = 0
+    """Keys and values that were kept for their rows, in tokens."""
 
 
 class DeviceTasks:
@@ -40,7 +48,7 @@ class DeviceTasks:
         """By micro-batch: what its decode step stores."""
         self.finished: dict[int, list[Row]] = {}
         """By step: the rows that finished with it."""
-        self.taken: dict[int, int] = {}
+        self.taken: dict[int, Taken] = {}
         """By step: tokens that were chosen."""
 
     def run(self, resource: Resource, kind: Kind, place: Place, share: Share) -> Callable[[], None]:
@@ -91,8 +99,10 @@ class DeviceTasks:
         with parts.accelerator.computing():
             self._enter(step, unit_index, number)
             if unit_index == 0:
-                batch.begin(parts.model, parts.weights.table_rows, step == 0)
-                parts.meter.forward(batch.num_forwards, batch.num_tokens, len(batch.active_rows))
+                batch.begin(parts.model, parts.weights.table_rows)
+                for forward in batch.forwards:
+                    parts.meter.forward(*forward)
+                parts.meter.padding_tokens += batch.padding
                 if step:
                     rows = np.array([i for i, row in enumerate(batch.rows) if row.active], dtype=np.int64)
                     self._changed[number] = Changed(rows, np.array(batch.positions, dtype=np.int64))
@@ -133,7 +143,8 @@ class DeviceTasks:
         elif reached is None:
             batch = self._batches[number]
             self.finished.setdefault(step, []).extend(batch.take_tokens(self._stop_ids, self._decode))
-            self.taken[step] = self.taken.get(step, 0) + batch.tokens_taken
+            taken = self.taken.get(step, Taken())
+            self.taken[step] = Taken(taken.tokens + batch.tokens_taken, taken.held + batch.tokens_held)
 
     def _host_attention(self, unit: int, number: int, use: int) -> None:
         self._kv.stage_beside(unit, number, use)

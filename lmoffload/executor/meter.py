@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Predicted
+from lmoffload_solver.report import Waste
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource, Tier
 
@@ -98,6 +99,14 @@ class Meter:
     decode_tokens: int = 0
     """Tokens but each row's first, which the prefill gives."""
     prompts: int = 0
+    padding_tokens: int = 0
+    """Computed and nobody's."""
+    places: int = 0
+    """Of blocks, in every step; `tokens` of them were taken by a row that computed."""
+    room_tokens: int = 0
+    """Of keys and values, in every step."""
+    held_tokens: int = 0
+    """Of them those with keys and values of a row that computed."""
     phase: Phase = "prefill"
     """Of what computes now."""
     reads: dict[tuple[Phase, int], Sum] = field(default_factory=dict)
@@ -117,11 +126,8 @@ class Meter:
         self.seconds[task.kind] = self.seconds.get(task.kind, 0.0) + end_s - begin_s
         self.busy[task.resource] = self.busy.get(task.resource, 0.0) + end_s - begin_s
         self.pairs.add((task.kind, task.resource))
-        phase: Phase = "decode" if task.step else "prefill"
         if task.kind == "read_weights":
-            self.reads.setdefault((phase, task.unit), Sum()).add(end_s - begin_s)
-        elif task.kind == "compute":
-            self.compute_s[phase] = self.compute_s.get(phase, 0.0) + end_s - begin_s
+            self.reads.setdefault(("decode" if task.step else "prefill", task.unit), Sum()).add(end_s - begin_s)
         if self.keep_spans:
             self.spans.append(Span(task, begin_s, end_s))
 
@@ -140,6 +146,10 @@ class Meter:
         alone = not more and all(other == kind for other, used in self.pairs if used == resource)
         return resource if alone else None
 
+    def computed(self, phase: Phase, seconds: float) -> None:
+        """Count what of a compute task fell to forwards of a phase: prompts may join while others decode."""
+        self.compute_s[phase] = self.compute_s.get(phase, 0.0) + seconds
+
     def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
         """Count a product with a matrix; see `modeling.runtime.Watch`."""
         key = (self.phase, kernel, matrix.format, matrix.n, matrix.k, about(rows))
@@ -153,10 +163,10 @@ class Meter:
         key = (self.phase, layer, about(self._attended.tokens // self._attended.sequences))
         self.attentions[key] = self.attentions.get(key, Attended()).with_more(self._attended._replace(seconds=seconds))
 
-    def forward(self, number: int, tokens: int, rows: int) -> None:
-        """Count the beginning of a micro-batch's forwards (one, or one for each chunk) over so many tokens, padding included, and rows."""
-        seen = self.forwards.get(self.phase, Forwards())
-        self.forwards[self.phase] = Forwards(seen.number + number, seen.tokens + tokens, seen.rows + rows)
+    def forward(self, phase: Phase, tokens: int, rows: int) -> None:
+        """Count the beginning of a forward of a micro-batch over so many tokens, padding included, and the rows that end in it."""
+        seen = self.forwards.get(phase, Forwards())
+        self.forwards[phase] = Forwards(seen.number + 1, seen.tokens + tokens, seen.rows + rows)
 
     def step(self, step: int, seconds: float, full: bool) -> None:
         """Count a step of a block; `full` when every micro-batch of a full block computed in it."""
@@ -167,6 +177,18 @@ class Meter:
         if full:
             self.num_full_steps += 1
             self.full_steps_s += seconds
+
+    @property
+    def waste(self) -> Waste | None:
+        """None where nothing was computed."""
+        computed = sum(seen.tokens for seen in self.forwards.values())
+        if not (computed and self.places and self.room_tokens):
+            return None
+        return Waste(
+            padding=self.padding_tokens / computed,
+            idle_places=1 - self.tokens / self.places,
+            unused_kv=1 - self.held_tokens / self.room_tokens,
+        )
 
     def figures(self, peak_bytes: dict[Tier, int], base_bytes: int) -> Predicted:
         """The same quantities as a prediction, measured."""

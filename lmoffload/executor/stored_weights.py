@@ -53,6 +53,8 @@ class StoredWeights:
         """Those that lie in the compute tier for the whole run."""
         self._current: dict[str, tuple[Matrix, ...]] = {}
         self._head: tuple[Matrix, int, int] | None = None
+        self.resident_bytes = 0
+        """Stored bytes of the matrices in memory."""
         self._table: tuple[Matrix, ...] = ()
         """The embedding table, in runs of as many rows but the last, unless its home is the disk."""
         self.vectors = {t.name: self._mapped(t) if t.is_table else self._widened(t) for t in self._shape.tensors if not t.is_matrix}

@@ -79,17 +79,13 @@ class TieredWeights(StoredWeights):
         self.slots = [accelerator.memory.allocate(slot, "buffers of weights") for _ in range(count)]
         self.staging = [accelerator.page_locked(staged) for _ in range(count if staged else 0)]
         self._load_table()
+        self.resident_bytes = sum(self.home_bytes.values())
         self._bound: dict[tuple[int, int], dict[str, tuple[Matrix, ...]]] = {}
 
     @property
     def device_vector_bytes(self) -> int:
         """Bytes of the tensors that are no matrices, as they lie on the device: fp32."""
         return sum(value.numel() * value.element_size() for name, value in self.vectors.items() if not self._shape.by_name[name].is_table)
-
-    @property
-    def resident_bytes(self) -> int:
-        """Stored bytes of the matrices in memory."""
-        return sum(self.home_bytes.values())
 
     def read(self, unit: int, number: int, share: Share) -> None:
         """Read a share of what a unit has on the disk into the staging buffer of use `number`; a task of the disk."""

@@ -23,7 +23,6 @@ class WeightStore(StoredWeights):
         self.layouts: dict[int, Layout] = {unit.index: self.lay_out(unit.streamed) for unit in streaming}
         for unit in streaming:
             assert self.layouts[unit.index].num_bytes <= slot_bytes(units)
-        self.resident_bytes = 0
         self._resident = self._load_resident(plan)
         self._table = self._resident.get(self._shape.embedding.name, ())
 

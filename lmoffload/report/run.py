@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from lmoffload.report.tables import facts, grid
 from lmoffload.units import format_bytes, format_seconds, format_share
 from lmoffload_solver.plan import Predicted
-from lmoffload_solver.report import RunReport
+from lmoffload_solver.report import RunReport, Waste
 
 _FIELDS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("prefill_s", "prefill", format_seconds),
@@ -34,6 +34,7 @@ def run_tables(report: RunReport) -> Iterator[RenderableType]:
             ("weights kept in memory", weights),
             ("read from disk", format_bytes(report.bytes_read)),
             ("peak of the process", format_bytes(report.peak_rss_bytes)),
+            *_waste(report.waste),
         ),
     )
     yield from (f"[yellow]{remark}[/yellow]" for remark in report.remarks)
@@ -45,6 +46,12 @@ def run_line(report: RunReport) -> str:
         f"{report.measured.tokens_per_s:.2f} tokens/s (predicted {report.predicted.tokens_per_s:.2f}) in "
         f"{format_seconds(report.measured.total_s)}, {format_bytes(report.bytes_read)} read from disk."
     )
+
+
+def _waste(waste: Waste | None) -> Iterator[tuple[str, str]]:
+    if waste is not None:
+        shares = f"{waste.padding:.1%} of tokens computed, {waste.idle_places:.1%} of places, {waste.unused_kv:.1%} of room in the KV cache"
+        yield "in vain", shares
 
 
 def _rows(report: RunReport) -> Iterator[tuple[str, str, str, str]]:

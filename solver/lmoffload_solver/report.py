@@ -39,6 +39,17 @@ class ThreadFigures(Value):
     """Seconds that they ran on cores, since the engine was opened."""
 
 
+class Waste(Value):
+    """What a run had in vain, as shares."""
+
+    padding: float
+    """Of the tokens computed, those of no prompt and no completion."""
+    idle_places: float
+    """Of the places of blocks in every step, those without a row that computes: it has finished, and none has come in its place."""
+    unused_kv: float
+    """Of the room reserved for keys and values in every step, what holds none of a row that computes: completions grow into it."""
+
+
 class RunReport(Value):
     """What a run did, beside what was predicted for it."""
 
@@ -65,6 +76,7 @@ class RunReport(Value):
     """Seconds in which at least two resources worked; None where it was not measured."""
     control_s: float | None = None
     """Working seconds of the thread that hands tasks to the resources."""
+    waste: Waste | None = None
     peak_rss_bytes: int
     remarks: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict)

@@ -24,7 +24,9 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     kept = kept_model(model, plan)
     if on_device(plan) and plan.limits.emulated_device is None:
         return  # nothing runs it
-    rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
+    rules = (
+        _formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _refill(plan), _threads(plan),
+    )  # fmt: skip
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
 
@@ -113,6 +115,13 @@ def _device_places(plan: Plan) -> Iterator[str]:
     for unit in plan.attention.host:
         if homes.get(unit, "device") == "device":
             yield f"it has the host attend to layer {unit[0]} and micro-batch {unit[1]}, whose keys and values are on the device"
+
+
+def _refill(plan: Plan) -> Iterator[str]:
+    if plan.refill is not None and on_device(plan):
+        yield "it lets prompts in while others decode, and with a device that is not done"
+    if plan.refill is not None and plan.refill > plan.micro_batch:
+        yield f"it lets prompts in when {plan.refill} places of a micro-batch are free, and one has {plan.micro_batch}"
 
 
 def _threads(plan: Plan) -> Iterator[str]:
