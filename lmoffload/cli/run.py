@@ -11,6 +11,7 @@ from lmoffload.cli.options import (
     SAMPLING,
     WORK,
     Debug,
+    EmulateDevice,
     GenLen,
     HostMemory,
     Input,
@@ -53,6 +54,7 @@ def run(
     prompt_len: PromptLen = None,
     gen_len: GenLen = None,
     host_memory: HostMemory = None,
+    emulate_device: EmulateDevice = None,
     weights_memory: WeightsMemory = None,
     threads: Threads = None,
     micro_batch: MicroBatch = None,
@@ -98,6 +100,7 @@ def run(
     limits = limits_of(
         host_memory=host_memory,
         weights_memory=weights_memory,
+        emulate_device=emulate_device,
         threads=threads,
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,

@@ -20,14 +20,18 @@ from lmoffload.executor.tiered_kv import TieredKV
 from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver import counting
+from lmoffload_solver.arena_memory import working_bytes
 from lmoffload_solver.chain_layout import step_by_step
 from lmoffload_solver.chain_schedule import WHOLE, Place, Share
 from lmoffload_solver.chain_tasks import task_structure
 from lmoffload_solver.decision import Decision
+from lmoffload_solver.memory import JobMemory
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Task, Unit
 from lmoffload_solver.value import Kind, Resource
+from lmoffload_solver.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class DeviceRunner:
 
     def __init__(self, parts: DeviceParts) -> None:
         self._parts = parts
+        self._hidden = HiddenStates(parts.accelerator)
 
     def run(
         self,
@@ -65,10 +70,12 @@ class DeviceRunner:
     ) -> Iterator[tuple[int, list[Row]]]:
         """Run one block; after every step, (step, rows that finished with it)."""
         parts, own = self._parts, [batch for batch in batches if isinstance(batch, DeviceBatch)]
-        hidden = HiddenStates(parts.accelerator)
-        for batch in own:
-            batch.allocate()
+        hidden = self._hidden
+        working = self._working_bytes(own)
+        parts.accelerator.memory.charge(working, "what is computed with")
         try:
+            for batch in own:
+                batch.allocate()
             with TieredKV(own, parts.decision.kv, parts.accelerator, parts.reader, parts.kv_folder) as kv:
                 tasks = DeviceTasks(parts, own, kv, hidden, stop_ids, decode)
                 walk = _Walk(parts, own, tasks, num_steps)
@@ -78,9 +85,20 @@ class DeviceRunner:
                     _empty(parts.queues)
                     parts.queues["device"].enqueue(tasks.abandon).wait()
         finally:
+            parts.accelerator.memory.release(working)
             hidden.clear()
             for batch in own:
                 batch.release()
+
+    def _working_bytes(self, batches: Sequence[DeviceBatch]) -> int:
+        """What a unit takes of the device's memory while it computes, as it is counted: torch's own allocator has it."""
+        parts = self._parts
+        lengths = [[len(row.tokens) for row in batch.rows] for batch in batches]
+        workload = Workload.of_lengths([length for one in lengths for length in one], 1)
+        memory, multiple = JobMemory(parts.shape, workload, 0), counting.token_multiple(parts.shape)
+        longest, threads = workload.max_prompt_len, parts.plan.threads.get("compute", 1)
+        sizes = [(counting.padded(sum(one), multiple), len(one)) for one in lengths]
+        return max(int(working_bytes(memory, tokens, rows, longest, threads)) for tokens, rows in sizes)
 
     def _steps(
         self, walk: _Walk, tasks: DeviceTasks, batches: Sequence[DeviceBatch], full: bool
@@ -117,9 +135,9 @@ class _Walk:
         """Each step, when it has ended; the next one has been handed over before."""
         decision = self._parts.decision
         handed_over = step_by_step(self._structure, decision.runtime, decision.prefetch_depth, self.emit)
-        next(handed_over)
+        self._hand_over(handed_over)
         for step in range(self._num_steps):
-            next(handed_over, None)
+            self._hand_over(handed_over)
             for event in self._ends[step]:
                 event.wait()
             self._count()
@@ -128,6 +146,12 @@ class _Walk:
             for _, event in list(self._under_way.values()):
                 event.wait()
             self._count()
+
+    def _hand_over(self, steps: Iterator[float]) -> None:
+        """The tasks of one more step."""
+        begin_s = time.thread_time()
+        next(steps, None)
+        self._parts.meter.control_s += time.thread_time() - begin_s
 
     def end_s(self, step: int) -> float:
         """When a step ended."""
@@ -152,10 +176,13 @@ class _Walk:
     def _count(self) -> None:
         """Count what has ended; raises what ended a task early."""
         ended = [number for number, (_, event) in self._under_way.items() if event.done]
+        meter, spans = self._parts.meter, []
         for number in ended:
             task, event = self._under_way.pop(number)
             event.wait()
-            self._parts.meter.task(task, event.begin_s, event.end_s)
+            meter.task(task, event.begin_s, event.end_s)
+            spans.append((event.begin_s, event.end_s))
+        meter.together(spans)
 
 
 def _empty(queues: Mapping[Resource, Queue]) -> None:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lmoffload.executor import process
 from lmoffload.executor.accelerators import accelerator_of
+from lmoffload.executor.cores import cores_of, nodes_here
 from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
 from lmoffload.executor.host import ThreadQueue
 from lmoffload.executor.meter import Meter
@@ -21,8 +23,9 @@ from lmoffload_solver.chain_tasks import chain_units
 from lmoffload_solver.decision import Decision
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, on_device
+from lmoffload_solver.report import ThreadFigures
 from lmoffload_solver.schedule import Unit
-from lmoffload_solver.value import Resource
+from lmoffload_solver.value import Resource, TaskClass
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class DeviceSide:
     units: tuple[Unit, ...]
     accelerator: Accelerator
     queues: dict[Resource, Queue]
+    pool: Pool
+    """Of what the device computes, where the host's kernels do."""
     attention_pool: Pool
 
     @staticmethod
@@ -44,18 +49,20 @@ class DeviceSide:
         """
         if not on_device(plan):
             return None
-        accelerator = accelerator_of(plan)
+        cores = cores_of(plan.threads, nodes_here())
+        accelerator = accelerator_of(plan, cores)
         queues: dict[Resource, Queue] = {
             "device": accelerator.compute,
             "upload": accelerator.upload,
             "download": accelerator.download,
-            "disk_read": ThreadQueue("read-queue"),
-            "disk_write": ThreadQueue("write-queue"),
-            "host_attention": ThreadQueue("attention"),
+            "disk_read": ThreadQueue("read-queue", cores.get("disk_io", ())),
+            "disk_write": ThreadQueue("write-queue", cores.get("disk_io", ())),
+            "host_attention": ThreadQueue("attention", cores.get("host_attention", ())[:1]),
         }
-        pool = Pool(plan.threads.get("host_attention", 1))
+        pool = Pool(plan.threads.get("host_attention", 1), cores.get("host_attention") or None)
         decision = decision_of(shape, plan)
-        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, pool)
+        computing = Pool(plan.threads.get("compute", 1), cores.get("compute"))
+        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, computing, pool)
 
     def weights(self, tensors: StoredTensors, plan: Plan, reader: DiskReader) -> TieredWeights:
         """Every weight at its home, and the buffers."""
@@ -78,6 +85,20 @@ class DeviceSide:
             meter, kv_folder,
         )  # fmt: skip
         return DeviceRunner(parts)
+
+    def threads(self, plan: Plan, reader: DiskReader) -> dict[TaskClass, ThreadFigures]:
+        """What the plan gives each class of tasks, and what its threads did."""
+        queues = self.queues
+        ids: dict[TaskClass, tuple[int, ...]] = {
+            "compute": (*queues["device"].native_ids, *self.pool.native_ids),
+            "host_attention": (*queues["host_attention"].native_ids, *self.attention_pool.native_ids),
+            "disk_io": (*queues["disk_read"].native_ids, *queues["disk_write"].native_ids, *reader.native_ids),
+            "staging": (*queues["upload"].native_ids, *queues["download"].native_ids),
+        }
+        return {
+            name: ThreadFigures(planned=plan.threads.get(name, 1), cpu_s=sum(map(process.thread_cpu_s, numbers)))
+            for name, numbers in ids.items()
+        }
 
     def close(self) -> None:
         """End every thread."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from lmoffload.executor.buffers import Slab
 from lmoffload.executor.host import ThreadQueue
 from lmoffload.executor.resources import Queue, Tier
+from lmoffload_solver.value import TaskClass
 
 COPY_BYTES = 512 * 2**10
 """Copied at once; another copy of the same direction may come between."""
@@ -53,12 +56,14 @@ class EmulatedAccelerator:
 
     emulated = True
 
-    def __init__(self, memory_bytes: int, link_bytes_per_s: float) -> None:
+    def __init__(
+        self, memory_bytes: int, link_bytes_per_s: float, cores: Mapping[TaskClass, Sequence[int]] = MappingProxyType({})
+    ) -> None:
         self.memory = Tier("device", memory_bytes, _arena)
         self.up, self.down = HeldLink(link_bytes_per_s), HeldLink(link_bytes_per_s)
-        self.compute: Queue = ThreadQueue("device")
-        self.upload: Queue = ThreadQueue("upload")
-        self.download: Queue = ThreadQueue("download")
+        self.compute: Queue = ThreadQueue("device", cores.get("compute", ())[:1])
+        self.upload: Queue = ThreadQueue("upload", cores.get("staging", ()))
+        self.download: Queue = ThreadQueue("download", cores.get("staging", ()))
 
     def page_locked(self, num_bytes: int) -> Slab:
         return _touched(num_bytes)

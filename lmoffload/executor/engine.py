@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -39,14 +39,10 @@ from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.soundness import check_plan
-from lmoffload_solver.value import Kind, Resource, Tier
+from lmoffload_solver.value import Kind, Tier
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint, StoreProgress
-
-TASK_RESOURCE: Mapping[Kind, Resource] = {"read_weights": "disk_read", "compute": "host_compute", "store_kv": "disk_write"}
-"""A kind of task that has a resource of its own: the plan's busy seconds are its prediction. Loads share the disk with weights."""
-
 
 class Engine:
     """Runs one plan on one checkpoint.
@@ -101,7 +97,7 @@ class Engine:
             raise StatedError("This model's rotary embedding follows a prompt's length, so it is not cut: plan without prefill_chunk.")
         model = build_model(config)
         self.base_bytes = process.resident_bytes()
-        self._pool = Pool(plan.threads.get("compute", 1))
+        self._pool = Pool(plan.threads.get("compute", 1)) if self._device is None else self._device.pool
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
         try:
             self.weights: WeightStore | TieredWeights
@@ -224,8 +220,6 @@ class Engine:
         peak = process.peak_resident_bytes()
         measured = self.meter.figures(self._peak_bytes(peak), self.base_bytes)
         predicted = self.plan.predicted
-        shared = {"disk_read"} if "load_kv" in self.meter.counts else set()
-        kinds = {kind: TASK_RESOURCE.get(kind) for kind in self.meter.counts}
         work = performed(self.meter, self.shape, self.plan, self.units)
         return RunReport(
             plan=self.plan,
@@ -237,16 +231,12 @@ class Engine:
             resident_bytes=self._resident_bytes(),
             bytes_read=self.bytes_read,
             prompts_computed=self.meter.prompts,
-            tasks={
-                kind: TaskFigures(
-                    count=self.meter.counts[kind],
-                    predicted_s=None if resource is None or resource in shared else predicted.resources.get(resource),
-                    measured_s=self.meter.seconds[kind],
-                )
-                for kind, resource in kinds.items()
-            },
+            tasks={kind: self._task_figures(kind) for kind in self.meter.counts},
             phases=phase_figures(work, None),
             performed=work,
+            threads={} if self._device is None else self._device.threads(self.plan, self._reader),
+            overlapped_s=None if self._device is None else self.meter.overlapped_s,
+            control_s=None if self._device is None else self.meter.control_s,
             peak_rss_bytes=peak,
             remarks=tuple(self.remarks),
             versions={"torch": torch.__version__},
@@ -306,6 +296,12 @@ class Engine:
     @staticmethod
     def _kv_folder(cache: Path | None) -> Path:
         return (Settings.of_user().cache_directory if cache is None else cache) / "kv"
+
+    def _task_figures(self, kind: Kind) -> TaskFigures:
+        """The plan's busy seconds of a resource are the prediction for the kind of tasks that is alone on it."""
+        resource = self.meter.resource_of(kind)
+        predicted = None if resource is None else self.plan.predicted.resources.get(resource)
+        return TaskFigures(count=self.meter.counts[kind], predicted_s=predicted, measured_s=self.meter.seconds[kind])
 
     def _resident_bytes(self) -> dict[Tier, int]:
         if isinstance(self.weights, TieredWeights):

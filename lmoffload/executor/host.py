@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -49,16 +50,23 @@ class _Task:
 
 
 class ThreadQueue:
-    """A queue whose server is a thread; see `resources.Queue`. What a task raises is raised to those who wait for it; tasks that do, and those
-    behind it in the queue, end in the same way."""
+    """A queue whose server is a thread, bound to `cores` if any; see `resources.Queue`.
 
-    def __init__(self, name: str) -> None:
+    What a task raises is raised to those who wait for it; tasks that do, and those behind it in the queue, end in the same way.
+    """
+
+    def __init__(self, name: str, cores: Sequence[int] = ()) -> None:
+        self._cores = cores
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._discarding = threading.Event()
         self._failed: BaseException | None = None
         """What ended a task early since the queue was drained last."""
         self._thread = threading.Thread(target=self._serve, name=f"lmoffload-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def native_ids(self) -> tuple[int, ...]:
+        return () if self._thread.native_id is None else (self._thread.native_id,)
 
     def enqueue(self, run: Callable[[], object], waits: Sequence[Event] = ()) -> HostEvent:
         task = _Task(run, waits, HostEvent())
@@ -82,6 +90,8 @@ class ThreadQueue:
 
     def _serve(self) -> None:
         torch.set_num_threads(1)  # of this thread: parallelism is the pools'
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
         while (task := self._tasks.get()) is not None:
             self._do(task)
             del task  # a queue that waits keeps no task's tensors alive

@@ -83,6 +83,12 @@ class Meter:
     counts: dict[Kind, int] = field(default_factory=dict)
     seconds: dict[Kind, float] = field(default_factory=dict)
     busy: dict[Resource, float] = field(default_factory=dict)
+    pairs: set[tuple[Kind, Resource]] = field(default_factory=set)
+    """Kinds of tasks with the resources that they ran on."""
+    overlapped_s: float = 0.0
+    """In which at least two resources worked."""
+    control_s: float = 0.0
+    """Of the thread that hands tasks over, working."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_full_steps: int = 0
@@ -110,6 +116,7 @@ class Meter:
         self.counts[task.kind] = self.counts.get(task.kind, 0) + 1
         self.seconds[task.kind] = self.seconds.get(task.kind, 0.0) + end_s - begin_s
         self.busy[task.resource] = self.busy.get(task.resource, 0.0) + end_s - begin_s
+        self.pairs.add((task.kind, task.resource))
         phase: Phase = "decode" if task.step else "prefill"
         if task.kind == "read_weights":
             self.reads.setdefault((phase, task.unit), Sum()).add(end_s - begin_s)
@@ -117,6 +124,21 @@ class Meter:
             self.compute_s[phase] = self.compute_s.get(phase, 0.0) + end_s - begin_s
         if self.keep_spans:
             self.spans.append(Span(task, begin_s, end_s))
+
+    def together(self, spans: Sequence[tuple[float, float]]) -> None:
+        """Count the time in which at least two of these tasks, of resources that do one at a time, ran: (begin_s, end_s) of each."""
+        edges = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+        running, since = 0, 0.0
+        for at, change in edges:
+            if running >= 2:
+                self.overlapped_s += at - since
+            running, since = running + change, at
+
+    def resource_of(self, kind: Kind) -> Resource | None:
+        """The resource that did this kind of tasks and nothing else; None where there is none."""
+        (resource, *more) = [resource for other, resource in self.pairs if other == kind]
+        alone = not more and all(other == kind for other, used in self.pairs if used == resource)
+        return resource if alone else None
 
     def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
         """Count a product with a matrix; see `modeling.runtime.Watch`."""

@@ -40,6 +40,10 @@ class Event(Protocol):
 class Queue(Protocol):
     """A serial server of tasks."""
 
+    @property
+    def native_ids(self) -> tuple[int, ...]:
+        """The kernel's numbers of its threads."""
+
     def enqueue(self, run: Callable[[], object], waits: Sequence[Event] = ()) -> Event:
         """Add a task that begins when all before it in this queue, and all that it waits for, have ended. Returns at once."""
 

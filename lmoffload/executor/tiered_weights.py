@@ -141,7 +141,9 @@ class TieredWeights(StoredWeights):
 
     def _load_home(self, tensors: Sequence[TensorShape]) -> None:
         pieces = [_piece(tensor) for tensor in tensors]
-        slab, layout = self._read(pieces)
+        layout = self.lay_out(pieces)
+        slab = Slab(layout.num_bytes)
+        self._reader.read(layout.extents, slab)
         memory = self._accelerator.memory.allocate(sum(piece.num_bytes for piece in pieces), "weights")
         used = 0
         for piece, runs in zip(pieces, layout.piece_runs, strict=True):

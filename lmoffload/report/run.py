@@ -26,6 +26,8 @@ def run_tables(report: RunReport) -> Iterator[RenderableType]:
     yield grid("Run", ("", "predicted", "measured", "error"), _rows(report))
     yield grid("Tasks", ("kind", "count", "predicted", "measured"), _tasks(report))
     weights = ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in report.resident_bytes.items()) or "none"
+    if report.threads:
+        yield grid("Threads", ("class", "threads", "on cores"), _threads(report))
     yield facts(
         "Memory and disk",
         (
@@ -51,6 +53,8 @@ def _rows(report: RunReport) -> Iterator[tuple[str, str, str, str]]:
         yield name, form(getattr(report.predicted, field)), form(getattr(report.measured, field)), _error(report.error.get(field))
     for resource in sorted({*report.predicted.resources, *report.measured.resources}):
         yield (f"{resource} busy", *_pair(report, lambda figures, name=resource: figures.resources.get(name), format_seconds))  # type: ignore[misc]
+    if report.overlapped_s is not None:
+        yield "two resources busy", "-", format_seconds(report.overlapped_s), "-"
     for tier in sorted({*report.predicted.peak_bytes, *report.measured.peak_bytes} - {"disk"}):
         yield (f"peak on {tier}", *_pair(report, lambda figures, name=tier: figures.peak_bytes.get(name), format_bytes))  # type: ignore[misc]
 
@@ -65,6 +69,11 @@ def _tasks(report: RunReport) -> Iterator[tuple[str, str, str, str]]:
     for kind, figures in report.tasks.items():
         predicted = "-" if figures.predicted_s is None else format_seconds(figures.predicted_s)
         yield kind, str(figures.count), predicted, format_seconds(figures.measured_s)
+
+
+def _threads(report: RunReport) -> Iterator[tuple[str, str, str]]:
+    for name, figures in report.threads.items():
+        yield name, str(figures.planned), format_seconds(figures.cpu_s)
 
 
 def _error(error: float | None) -> str:

@@ -49,9 +49,7 @@ class ArenaMemory(ChainMemory):
 
     def work_bytes(self, rows: Amount, *, eager: bool) -> Amount:
         """Temporaries of a layer over a micro-batch's prompts with the scores of every thread, or its logits."""
-        tokens = rows * self.job.longest + self._multiple
-        scores = 3 * ACTIVATION_BYTES * self._threads * min(QUERY_BLOCK, self.job.longest) * self.job.longest
-        return np.maximum(self._on_host.layer_bytes(tokens) + scores, self._on_host.head_bytes(tokens, rows, rows, False))
+        return working_bytes(self._on_host, rows * self.job.longest + self._multiple, rows, self.job.longest, self._threads)
 
     def hidden_bytes(self, rows: Amount) -> Amount:
         """Hidden states, positions and rotary embedding of prompts."""
@@ -87,3 +85,9 @@ class ArenaMemory(ChainMemory):
             "hidden": 0 if on_device else self.hidden_bytes(block),
         }
         return Transients(device, host)
+
+
+def working_bytes(memory: JobMemory, tokens: Amount, rows: Amount, longest: int, threads: int) -> Amount:
+    """Temporaries of a layer over so many tokens, padding included, with the scores of every thread, or the logits of so many rows."""
+    scores = 3 * ACTIVATION_BYTES * threads * min(QUERY_BLOCK, longest) * longest
+    return np.maximum(memory.layer_bytes(tokens) + scores, memory.head_bytes(tokens, rows, rows, False))

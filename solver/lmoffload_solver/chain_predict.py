@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lmoffload_solver.blocks import Step
 from lmoffload_solver.chain_clock import step_ends
 from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_prices import BatchPrices
@@ -86,9 +87,11 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
     return ChainSimulated(phases[0], phases[1], step_s, tasks)
 
 
-def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision) -> list[Timed]:
-    """Begin and end of each task of the first block's sampled steps."""
+def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision, *, every_step: bool = False) -> list[Timed]:
+    """Begin and end of each task of the first block's sampled steps, or of all."""
     work = ChainWork(job, costs, decision)
+    if every_step:
+        work.steps = tuple(Step(step, 1.0) for step in range(job.gen_len))
     graph = Graph()
     block = next(job.blocks(decision.micro_batch, decision.num_micro_batches))
     lay_out(work.block(block), decision.runtime, decision.prefetch_depth, graph.emit)
