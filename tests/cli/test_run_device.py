@@ -1,4 +1,4 @@
-"""`lmoffload run` with an emulated device: the host's own completions, from a fresh plan and from a file, and the report and trace of it."""
+"""`lmoffload run` with an emulated device: the completions of the host alone, from a fresh plan and from a file; report and trace."""
 
 from __future__ import annotations
 
