@@ -20,8 +20,8 @@ from lmoffload.executor.mean_squares import MeanSquares
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.pace import Pace
-from lmoffload.executor.performed import performed
 from lmoffload.executor.reader import DiskReader
+from lmoffload.executor.reporting import run_report
 from lmoffload.executor.request import Completion, Progress, Request, Score
 from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
@@ -37,10 +37,9 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
-from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
+from lmoffload_solver.report import RunReport
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.soundness import check_plan
-from lmoffload_solver.value import Kind, Tier
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint, StoreProgress
@@ -231,31 +230,10 @@ class Engine:
 
     def report(self) -> RunReport:
         """What has been run since the engine was opened, beside what was predicted."""
-        peak = process.peak_resident_bytes()
-        measured = self.meter.figures(self._peak_bytes(peak), self.base_bytes)
-        predicted = self.plan.predicted
-        work = performed(self.meter, self.shape, self.plan, self.units)
-        return RunReport(
-            plan=self.plan,
-            predicted=predicted,
-            measured=measured,
-            error=relative_errors(predicted, measured),
-            machine=self.plan.machine,
-            emulated=self._device is not None and self._device.accelerator.emulated,
-            resident_bytes=self._resident_bytes(),
-            bytes_read=self.bytes_read,
-            prompts_computed=self.meter.prompts,
-            tasks={kind: self._task_figures(kind) for kind in self.meter.counts},
-            phases=phase_figures(work, None),
-            performed=work,
-            threads={} if self._device is None else self._device.threads(self.plan, self._reader),
-            overlapped_s=None if self._device is None else self.meter.overlapped_s,
-            control_s=None if self._device is None else self.meter.control_s,
-            waste=self.meter.waste,
-            peak_rss_bytes=peak,
-            remarks=tuple(self.remarks),
-            versions={"torch": torch.__version__},
-        )
+        return run_report(
+            self.plan, self.shape, self.units, self.meter, self.weights, self._device,
+            base_bytes=self.base_bytes, bytes_read=self.bytes_read, remarks=self.remarks, reader=self._reader,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End every thread and give torch back its own; the engine cannot be used afterwards."""
@@ -302,25 +280,6 @@ class Engine:
     @staticmethod
     def _kv_folder(cache: Path | None) -> Path:
         return (Settings.of_user().cache_directory if cache is None else cache) / "kv"
-
-    def _task_figures(self, kind: Kind) -> TaskFigures:
-        """The plan's busy seconds of a resource are the prediction for the kind of tasks that is alone on it."""
-        resource = self.meter.resource_of(kind)
-        predicted = None if resource is None else self.plan.predicted.resources.get(resource)
-        return TaskFigures(count=self.meter.counts[kind], predicted_s=predicted, measured_s=self.meter.seconds[kind])
-
-    def _resident_bytes(self) -> dict[Tier, int]:
-        if isinstance(self.weights, TieredWeights):
-            homes = self.weights.home_bytes
-            return {**homes, "device": homes["device"] + self.weights.device_vector_bytes}
-        return {"host": self.weights.resident_bytes + self.weights.vector_bytes}
-
-    def _peak_bytes(self, resident: int) -> dict[Tier, int]:
-        """By tier. An emulated device's memory is the process's own, and counted apart."""
-        if self._device is None:
-            return {"host": resident}
-        device = self._device.accelerator.memory.peak_bytes
-        return {"device": device, "host": max(0, resident - device) if self._device.accelerator.emulated else resident}
 
     def _check_positions(self, request: Request) -> None:
         length, total = len(request.token_ids), len(request.token_ids) + request.max_new_tokens

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from lmoffload_solver import costs
 from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.machine import Contention, Curve, Link, MachineProfile, MemoryRate
+from lmoffload_solver.machine import Contention, Curve, Link, MachineProfile
 from lmoffload_solver.value import Tier
 from lmoffload_solver.workload import Limits
 
@@ -53,9 +54,16 @@ def bare(profile: MachineProfile, limits: Limits) -> tuple[MachineProfile, Limit
 
 
 def copy_rate(profile: MachineProfile) -> float:
-    """Bytes per second that one thread copies in host memory."""
+    """Bytes per second that one thread copies in host memory.
+
+    Raises:
+        StatedError: the profile lacks all rates of memory.
+    """
     measured = [rate.bytes_per_s for rate in profile.copies if rate.threads == 1]
-    return measured[0] if measured else WHOLE_COPY_SHARE * _one_thread(profile.memory)
+    measured += [WHOLE_COPY_SHARE * rate.bytes_per_s for rate in sorted(profile.memory, key=lambda rate: rate.threads)]
+    if not measured:
+        raise StatedError(f"The machine profile {profile.name!r} lacks rates of memory; run `lmoffload profile` again.")
+    return measured[0]
 
 
 def links_of(device: EmulatedDevice, copying: float, handover_s: float) -> tuple[Link, ...]:
@@ -76,9 +84,9 @@ def _contention(profile: MachineProfile, device: EmulatedDevice, copying: float)
     for link in ("upload", "download"):
         found.append(Contention(first=link, second="device", first_slowdown=slow_copy, second_slowdown=slow_compute))
     found.append(Contention(first="upload", second="host_attention", first_slowdown=slow_copy, second_slowdown=slow_compute))
-    slow_read, slow_compute = _measured(profile, "disk_read", "host_compute")
+    reading = costs.Contention.of(profile, "disk_read", "host_compute")
     for computing in ("device", "host_attention"):
-        found.append(Contention(first="disk_read", second=computing, first_slowdown=slow_read, second_slowdown=slow_compute))
+        found.append(Contention(first="disk_read", second=computing, first_slowdown=reading.read, second_slowdown=reading.compute))
     return tuple(found)
 
 
@@ -92,15 +100,3 @@ def _copying(profile: MachineProfile, bytes_per_s: float, copying: float) -> tup
     slowdowns = ([entry.first_slowdown for entry in known], [entry.second_slowdown for entry in known])
     first, second = (float(np.interp(np.log(min(bytes_per_s, copying)), rates, one)) for one in slowdowns)
     return max(1.0, first), max(1.0, second)
-
-
-def _measured(profile: MachineProfile, first: str, second: str) -> tuple[float, float]:
-    """The slowdowns of a pair; 1 where it was not measured."""
-    for entry in profile.contention:
-        if (entry.first, entry.second) == (first, second):
-            return entry.first_slowdown, entry.second_slowdown
-    return 1.0, 1.0
-
-
-def _one_thread(rates: tuple[MemoryRate, ...]) -> float:
-    return min(rates, key=lambda rate: rate.threads).bytes_per_s
