@@ -1,8 +1,8 @@
 """Resources: what takes tasks, and what holds bytes. The one interface that the schedule, the buffers and the micro-batches know.
 
 A queue is a serial server: it takes its tasks in the order they are enqueued, each when what it waits for has ended. A tier holds so many
-bytes and no more. An accelerator is a tier with three queues, for computing and for copying each way. `host` has the queues of threads,
-`emulated` and `cuda` the accelerators.
+bytes and no more. An accelerator is a tier with three queues, for computing and for copying each way. `host` has the queues of threads;
+each accelerator has a file of its own.
 """
 
 from __future__ import annotations
