@@ -51,7 +51,7 @@ def test_q4_0_copy_is_within_half_a_step(tmp_path: Path) -> None:
             assert torch.equal(got, was)
             continue
         assert copy.source(tensor.name).format == "q4_0"
-        steps = was.view(-1, 32).abs().amax(1, keepdim=True) / 8  # ggml: the largest of 32 becomes -8; the other end, 7, may be a step short
+        steps = was.view(-1, 32).abs().amax(1, keepdim=True) / 8  # the largest of 32 becomes -8, so 7 may be a step short
         assert ((got - was).view(-1, 32).abs() <= steps * 1.01).all()
         assert (got - was).view(-1, 32).abs().sub(steps / 2).le(steps / 100).float().mean() > 0.95
 
