@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
+from lmoffload.kernels.board import Call
 from lmoffload.kernels.integer import integer_kernels
 from lmoffload.kernels.matrix import Matrix
-from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.pool import Job, Pool
 from lmoffload.kernels.tiled import TILE_ROWS, padded_tail
 from lmoffload.kernels.tokens import packed_row_bytes
 from lmoffload_solver.formats import QUANTIZED
@@ -43,28 +45,40 @@ class Int8Dot:
         def pack(first: int, end: int) -> None:
             kernels.pack(x[first:].data_ptr(), 4 * k, end - first, packed[first:].data_ptr(), packed.shape[1], k)
 
+        if rows <= together:
+            pack(0, rows)
+            return packed
         starts = range(0, rows, together)
         pool.run([partial(pack, first, min(first + together, rows)) for first in starts])
         return packed
 
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        whole_end = end_row // TILE_ROWS * TILE_ROWS
+    def jobs(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> Iterator[Job]:
+        kernels, whole_end = integer_kernels(matrix.format), end_row // TILE_ROWS * TILE_ROWS
         if whole_end > first_row:
             address = matrix.data.data_ptr() + first_row * matrix.row_bytes
-            self._tiles(x, matrix, address, (whole_end - first_row) // TILE_ROWS, out.data_ptr() + 4 * first_row, out.stride(0))
+            for arguments in _blocks(x, matrix, address, (whole_end - first_row) // TILE_ROWS, out[:, first_row:]):
+                yield Call(kernels.entry, arguments, (x, matrix.data, out))
         if whole_end < end_row:
-            tile, part = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(x.shape[0], TILE_ROWS)
-            self._tiles(x, matrix, tile.data_ptr(), 1, part.data_ptr(), TILE_ROWS)
-            out[:, whole_end:end_row] = part[:, : end_row - whole_end]
+            yield partial(_tail, x, matrix, out[:, whole_end:end_row])
 
-    def _tiles(self, x: torch.Tensor, matrix: Matrix, address: int, num_tiles: int, out: int, out_stride: int) -> None:
-        kernels, (rows, packed_row) = integer_kernels(matrix.format), x.shape
-        together = _whole_blocks(ACTIVATION_BYTES // packed_row, kernels.block_rows)
-        for first in range(0, rows, together):
-            kernels.product(
-                address, TILE_ROWS * matrix.row_bytes, num_tiles, x.data_ptr() + first * packed_row, packed_row,
-                min(together, rows - first), out + 4 * first * out_stride, 4 * out_stride, matrix.k,
-            )  # fmt: skip
+
+def _tail(x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+    """The last tile, of fewer rows than a whole one."""
+    tile, part = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(x.shape[0], TILE_ROWS)
+    for arguments in _blocks(x, matrix, tile.data_ptr(), 1, part):
+        integer_kernels(matrix.format).product(*arguments)
+    out[:] = part[:, : out.shape[1]]
+
+
+def _blocks(x: torch.Tensor, matrix: Matrix, address: int, num_tiles: int, out: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """The arguments of `IntegerKernels.product` for some tiles: as many activation rows at a time as stay in the cache."""
+    (rows, packed_row), out_row = x.shape, 4 * out.stride(0)
+    together = _whole_blocks(ACTIVATION_BYTES // packed_row, integer_kernels(matrix.format).block_rows)
+    for first in range(0, rows, together):
+        yield (
+            address, TILE_ROWS * matrix.row_bytes, num_tiles, x.data_ptr() + first * packed_row, packed_row,
+            min(together, rows - first), out.data_ptr() + first * out_row, out_row, matrix.k,
+        )  # fmt: skip
 
 
 def _whole_blocks(rows: int, block_rows: int) -> int:
