@@ -12,7 +12,7 @@ import json
 import random
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -70,12 +70,16 @@ class Contest:
         from lmoffload.executor import Engine, Request, Sampling  # loads torch, whose environment `main` prepares
 
         requests = [Request(str(i), prompt, work.gen_len, Sampling(temperature=0.0)) for i, prompt in enumerate(work.prompts)]
-        with Engine(self.model.require_checkpoint(), self.plan(work)) as engine:
-            engine._stop_ids = frozenset()  # llama.cpp is not told of an end token either
+        with Engine(replace(self.model.require_checkpoint(), generation_config=None, config=self.endless), self.plan(work)) as engine:
             for _ in range(REPEATS):
                 before = engine.meter.prefill_s, engine.meter.decode_s
                 engine.generate(requests)
             return Times(prefill_s=engine.meter.prefill_s - before[0], decode_s=engine.meter.decode_s - before[1])
+
+    @property
+    def endless(self) -> Mapping[str, object]:
+        """The model's configuration without an end token, of which llama.cpp is not told either."""
+        return {**self.model.require_checkpoint().config, "eos_token_id": None}
 
     def theirs(self, work: Work, settings: LlamaCppSettings) -> Times:
         return run_llama_cpp(self.gguf, work, settings, python=self.python).times[-1]
@@ -131,10 +135,13 @@ def main() -> None:
     theirs: dict[str, list[float]] = {figure: [] for figure in FIGURES}
     for _ in range(options.rounds):
         for name, work in works.items():
-            mine = speeds(work, contest.ours(work))
+            mine, seen = speeds(work, contest.ours(work)), dict[str, dict[str, float]]()
             for figure, phase in ((figure, phase) for figure, (of, phase) in FIGURES.items() if of == name):
+                chosen = settings[figure]
+                if chosen.fingerprint() not in seen:
+                    seen[chosen.fingerprint()] = speeds(work, contest.theirs(work, chosen))
                 ours[figure].append(mine[phase])
-                theirs[figure].append(speeds(work, contest.theirs(work, settings[figure]))[phase])
+                theirs[figure].append(seen[chosen.fingerprint()][phase])
     table = Table("tokens/s", "lmoffload", "llama.cpp Q4_0", "ratio of medians", "llama.cpp's setting")
     ratios = {figure: statistics.median(ours[figure]) / statistics.median(theirs[figure]) for figure in FIGURES}
     for figure in FIGURES:

@@ -85,7 +85,8 @@ def main() -> None:
     longest = max(map(len, work["prompts"])) + work["gen_len"]
     context = Context(asked["model"], asked["settings"], len(work["prompts"]), longest)
     load_s = time.perf_counter() - start
-    times, tokens = [], []
+    times: list[dict[str, float]] = []
+    tokens: list[list[int]] = []
     for _ in range(work["repeats"]):
         taken, tokens = run(context, work["prompts"], work["gen_len"])
         times.append(taken)

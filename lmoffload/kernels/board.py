@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from llvmlite import ir
@@ -29,19 +30,15 @@ PATIENCE = 2_000
 """How often the leader looks before it lets others have its core."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a compiled function, as a job.
-
-    Attributes:
-        entry: its address, of `entry_of`.
-        arguments: whole numbers and addresses.
-        keeps: what the addresses point into.
-    """
+class Call(NamedTuple):
+    """A call of a compiled function, as a job."""
 
     entry: int
+    """Its address, of what `emit_entry` wrote."""
     arguments: tuple[int, ...]
+    """Whole numbers and addresses."""
     keeps: tuple[torch.Tensor, ...]
+    """What the addresses point into."""
 
 
 class Board:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -31,17 +31,20 @@ class FusedDot:
     def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
         return x
 
-    def jobs(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> Iterator[Job]:
-        tile = TILE_ROWS if is_tiled(matrix.format) else 1
-        whole_end = end_row // tile * tile
-        if whole_end > first_row:
-            arguments = (
-                matrix.data.data_ptr() + first_row * matrix.row_bytes, tile * matrix.row_bytes, (whole_end - first_row) // tile,
-                x.data_ptr(), 4 * matrix.k, x.shape[0], out.data_ptr() + 4 * first_row, 4 * out.stride(0), matrix.k,
-            )  # fmt: skip
-            yield Call(format_kernels(matrix.format).entry, arguments, (x, matrix.data, out))
-        if whole_end < end_row:
-            yield partial(_tail, x, matrix, out[:, whole_end:end_row])
+    def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:
+        tile, row_bytes, entry = TILE_ROWS if is_tiled(matrix.format) else 1, matrix.row_bytes, format_kernels(matrix.format).entry
+        weights, columns, keeps = matrix.data.data_ptr(), out.data_ptr(), (x, matrix.data, out)
+        rest = x.data_ptr(), 4 * matrix.k, x.shape[0]
+        out_row, whole_end = 4 * out.stride(0), ranges[-1][1] // tile * tile
+        jobs: list[Job] = []
+        for first, end in ranges:
+            count = (min(end, whole_end) - first) // tile
+            if count > 0:
+                arguments = weights + first * row_bytes, tile * row_bytes, count, *rest, columns + 4 * first, out_row, matrix.k
+                jobs.append(Call(entry, arguments, keeps))
+        if whole_end < ranges[-1][1]:
+            jobs.append(partial(_tail, x, matrix, out[:, whole_end:]))
+        return jobs
 
 
 def _tail(x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:

@@ -33,8 +33,9 @@ def serial_torch() -> Iterator[None]:
 class Pool:
     """`threads` threads of computation: the caller of `run` and `threads - 1` workers that look for work for a millisecond, then sleep.
 
-    `Call`s, of one function, come first and run without Python (`board`). The caller takes part, so that a pool of one costs nothing and a wake-up less is paid otherwise. While jobs run, torch's own threads
-    are 1 in the workers and in the caller: the kernels' bits rest on serial products.
+    `Call`s, of one function, come first and run without Python (`board`). The caller takes part, so that a pool of one costs nothing and
+    a wake-up less is paid otherwise. While jobs run, torch's own threads are 1 in the workers and in the caller: the kernels' bits rest on
+    serial products.
 
     Args:
         threads: at least 1.
@@ -188,6 +189,7 @@ class _Worker:
                 self._asleep = True
                 if not self._summons[0]:  # summoned since it looked: whoever did may not have seen it asleep
                     self._wake.get()
+                self._asleep = False
             self._summons[0] = 0
             batch = self._batch
             if batch is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cache, partial
 
 import torch
@@ -45,8 +45,8 @@ class TileProduct:
     def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
         return x
 
-    def jobs(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> Iterator[Job]:
-        yield partial(self._product, x, matrix, first_row, end_row, out)
+    def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:
+        return [partial(self._product, x, matrix, first, end, out) for first, end in ranges]
 
     def _product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
         tile_rows = rows_of_tile(matrix.n, matrix.k)
