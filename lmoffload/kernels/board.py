@@ -24,7 +24,7 @@ from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, V, host_machine
 
 NEXT, COUNT, ENTRY, ARGUMENTS, STRIDE, ACTIVE, WORDS = 0, 1, 2, 3, 4, 8, 16
 NOTHING = 1 << 40
-LOOKS = 20_000
+LOOKS = 40_000
 """How often a helper looks before it sleeps: some 50 nanoseconds each with x86's pause."""
 PATIENCE = 2_000
 """How often the leader looks before it lets others have its core."""
@@ -49,12 +49,22 @@ class Board:
         self._words[NEXT] = NOTHING
         self.address = self._words.data_ptr()
 
-    def lead(self, calls: Sequence[Call]) -> None:
-        """Run all calls, of one function; all have ended when this returns. GIL released."""
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls that nobody has taken."""
+        return bool(self._words[NEXT] < self._words[COUNT])
+
+    def lead(self, calls: Sequence[Call], rouse: Callable[[], None]) -> None:
+        """Run all calls, of one function; all have ended when this returns. GIL released.
+
+        rouse: called when the calls stand on the board, to wake those who sleep.
+        """
         assert len({call.entry for call in calls}) == 1, "calls of one function"
         arguments = array("q", [word for call in calls for word in call.arguments])
         place, size = arguments.buffer_info()
-        functions().lead(self.address, calls[0].entry, place, 8 * size // len(calls), len(calls))
+        functions().post(self.address, calls[0].entry, place, 8 * size // len(calls), len(calls))
+        rouse()
+        functions().lead(self.address)
 
     def help(self, summons: int) -> bool:
         """Take calls until the word at `summons` is not 0 (True), or nothing was there for a while (False). GIL released."""
@@ -65,9 +75,10 @@ class Board:
 class Functions:
     """Compiled.
 
-    lead(board, entry, arguments, stride, count); help(board, summons, looks): the word at summons.
+    post(board, entry, arguments, stride, count); lead(board); help(board, summons, looks): the word at summons.
     """
 
+    post: Callable[..., None]
     lead: Callable[..., None]
     help: Callable[..., int]
 
@@ -77,9 +88,9 @@ def functions() -> Functions:
     """The compiled functions, compiled at the first call."""
     module = ir.Module("lmoffload_board")
     take = _emit_take(module)
-    lead, helps = _emit_lead(module, take), _emit_help(module, take)
+    emitted = _emit_post(module), _emit_lead(module, take), _emit_help(module, take)
     compiled = Compiled(module)
-    return Functions(compiled.function(lead), compiled.function(helps))
+    return Functions(*(compiled.function(code) for code in emitted))
 
 
 def emit_entry(code: Code) -> Code:
@@ -124,11 +135,17 @@ def _emit_take(module: ir.Module) -> Code:
     return code.end()
 
 
-def _emit_lead(module: ir.Module, take: Code) -> Code:
-    code = Code(module, host_machine(), "lead", [ADDRESS, I64, I64, I64, I64])
+def _emit_post(module: ir.Module) -> Code:
+    code = Code(module, host_machine(), "post", [ADDRESS, I64, I64, I64, I64])
     board, entry, arguments, stride, count = code.arguments
     for word, value in ((COUNT, count), (ENTRY, entry), (ARGUMENTS, arguments), (STRIDE, stride), (NEXT, code.whole(0))):
         _set(code, board, word, value)
+    return code.end()
+
+
+def _emit_lead(module: ir.Module, take: Code) -> Code:
+    code = Code(module, host_machine(), "lead", [ADDRESS])
+    board = code.arguments[0]
     code.call(take, board)
     _set(code, board, NEXT, code.whole(NOTHING))
     b = code.b

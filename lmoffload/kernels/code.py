@@ -88,6 +88,7 @@ class Code:
         """Memory of the function's own, there from its beginning."""
         with self.b.goto_entry_block():
             place = self.b.alloca(ir.ArrayType(I8, num_bytes))
+            place.align = 64  # a cache line
         place.type = ADDRESS  # llvmlite gives it a pointer to a type, which LLVM no longer knows
         return place
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 
@@ -71,11 +72,13 @@ class Pool:
     def _run(self, jobs: Sequence[Job]) -> None:
         calls = [job for job in jobs if isinstance(job, Call)]
         if calls:
-            for worker in self._workers[: len(calls) - 1]:
-                worker.rouse()
-            self._board.lead(calls)
+            self._board.lead(calls, partial(self._rouse, len(calls) - 1))
         if len(calls) < len(jobs):
             self._run_python([job for job in jobs if not isinstance(job, Call)])
+
+    def _rouse(self, count: int) -> None:
+        for worker in self._workers[:count]:
+            worker.rouse()
 
     def _run_python(self, jobs: Sequence[Callable[[], object]]) -> None:
         batch = _Batch(jobs)
@@ -187,7 +190,7 @@ class _Worker:
         while True:
             while not self._board.help(place):
                 self._asleep = True
-                if not self._summons[0]:  # summoned since it looked: whoever did may not have seen it asleep
+                if not (self._summons[0] or self._board.has_calls):  # since it looked: whoever came then may not have seen it asleep
                     self._wake.get()
                 self._asleep = False
             self._summons[0] = 0
