@@ -165,16 +165,22 @@ def llama3_scaling(path: Path, source: TensorSource, config: Mapping[str, Any]) 
     head_dim, theta = config.get("head_dim"), config.get("rope_theta", 10000.0)
     if isinstance(head_dim, int) and found.size == head_dim // 2 and np.isfinite(found).all():
         factor = float(found.max())
-        wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-        rounds = LLAMA3["original_max_position_embeddings"] / wavelengths
-        low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-        smooth = np.clip((rounds - low) / (high - low), 0, 1)
-        if np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+        if np.allclose(found, llama3_factors(head_dim, theta, factor), rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, **LLAMA3}
     raise StatedError(
         f"The GGUF file {path} scales rotary positions ({ROPE_FACTORS}) in another way than Llama 3 does, which does not run from GGUF: "
         "take the original folder."
     )
+
+
+def llama3_factors(head_dim: int, theta: float, factor: float) -> npt.NDArray[np.float64]:
+    """float64 [head_dim / 2]: by what Llama 3's scaling divides the rotary frequencies."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    rounds = LLAMA3["original_max_position_embeddings"] / wavelengths
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    smooth = np.clip((rounds - low) / (high - low), 0, 1)
+    scaled: npt.NDArray[np.float64] = 1 / ((1 - smooth) / factor + smooth)
+    return scaled
 
 
 def config_of(architecture: str, header: GgufHeader) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Machine:
     dots: Dots = "generic"
     dot_width: int = 8
     """Whole-number lanes of a vector of `dots`."""
+    is_x86: bool = False
 
 
 @cache
@@ -52,17 +53,20 @@ def host_machine() -> Machine:
         dots = "vnni", 8
     elif features.get("avx2", False):
         dots = "maddubs", 8
-    return Machine(width, arm or bool(features.get("f16c", False)), *dots)
+    x86 = llvm.get_process_triple().startswith(("x86_64", "i686"))
+    return Machine(width, arm or bool(features.get("f16c", False)), *dots, x86)
 
 
 class Code:
     """Writes the body of one function. Addresses need no alignment; offsets are in bytes."""
 
-    def __init__(self, module: ir.Module, machine: Machine, name: str, parameters: Sequence[Any], internal: bool = False) -> None:
+    def __init__(
+        self, module: ir.Module, machine: Machine, name: str, parameters: Sequence[Any], internal: bool = False, result: Any = None
+    ) -> None:
         self.module = module
         self.width = machine.width
         self.halves = machine.halves
-        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), list(parameters)), name)
+        self.function = ir.Function(module, ir.FunctionType(result or ir.VoidType(), list(parameters)), name)
         if internal:
             self.function.linkage = "internal"
         self.arguments: Sequence[V] = self.function.args
@@ -84,6 +88,7 @@ class Code:
         """Memory of the function's own, there from its beginning."""
         with self.b.goto_entry_block():
             place = self.b.alloca(ir.ArrayType(I8, num_bytes))
+            place.align = 64  # a cache line
         place.type = ADDRESS  # llvmlite gives it a pointer to a type, which LLVM no longer knows
         return place
 
@@ -256,11 +261,16 @@ class Compiled:
             self._engine = llvm.create_mcjit_compiler(parsed, machine)
             self._engine.finalize_object()
 
-    def function(self, code: Code) -> Callable[..., None]:
+    def address(self, code: Code) -> int:
+        """Where a function's code lies, as long as this module lives."""
+        return int(self._engine.get_function_address(code.function.name))
+
+    def function(self, code: Code) -> Callable[..., Any]:
         """A Python callable of a function's code: addresses and whole numbers as int, reals as float. It keeps the module alive."""
-        kinds = [ctypes.c_float if kind == F32 else ctypes.c_int64 for kind in code.function.function_type.args]
-        address = self._engine.get_function_address(code.function.name)
-        call: Any = ctypes.CFUNCTYPE(None, *kinds)(address)
+        kind = code.function.function_type
+        kinds = [ctypes.c_float if one == F32 else ctypes.c_int64 for one in kind.args]
+        result = None if isinstance(kind.return_type, ir.VoidType) else ctypes.c_int64
+        call: Any = ctypes.CFUNCTYPE(result, *kinds)(self.address(code))
         call.module = self
         return call  # type: ignore[no-any-return]
 

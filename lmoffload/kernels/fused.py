@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 
+from lmoffload.kernels.board import Call
 from lmoffload.kernels.matrix import Matrix
-from lmoffload.kernels.pool import Pool, Scratch
-from lmoffload.kernels.product import SCRATCH_ROW_BYTES, format_kernels
+from lmoffload.kernels.pool import Job, Pool
+from lmoffload.kernels.product import PANEL_ROWS, format_kernels
 from lmoffload.kernels.tiled import TILE_ROWS, is_tiled, padded_tail
 from lmoffload_solver.formats import FORMATS, QUANTIZED
-
-PANEL_ROWS = 32
-"""Weight rows widened together: 128 KiB of a second-level cache."""
 
 
 class FusedDot:
@@ -20,9 +21,6 @@ class FusedDot:
     name = "fused_dot"
     formats = frozenset([*FORMATS, *QUANTIZED])
     least_rows = 1
-
-    def __init__(self) -> None:
-        self._scratch = Scratch()
 
     def prepare(self, matrix: Matrix) -> None:
         format_kernels(matrix.format)
@@ -33,28 +31,26 @@ class FusedDot:
     def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
         return x
 
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        if is_tiled(matrix.format):
-            _tile_product(x, matrix, first_row, end_row, out)
-            return
-        scratch = self._scratch.floats(PANEL_ROWS * SCRATCH_ROW_BYTES // 4)
-        weight = matrix.data.data_ptr() + first_row * matrix.row_bytes
-        target = out.data_ptr() + 4 * first_row
-        product = format_kernels(matrix.format).product
-        product(
-            weight, matrix.row_bytes, end_row - first_row, x.data_ptr(), 4 * matrix.k, x.shape[0],
-            target, 4 * out.stride(0), matrix.k, scratch.data_ptr(), PANEL_ROWS,
-        )  # fmt: skip
+    def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:
+        tile, row_bytes, entry = TILE_ROWS if is_tiled(matrix.format) else 1, matrix.row_bytes, format_kernels(matrix.format).entry
+        weights, columns, keeps = matrix.data.data_ptr(), out.data_ptr(), (x, matrix.data, out)
+        rest = x.data_ptr(), 4 * matrix.k, x.shape[0]
+        out_row, whole_end = 4 * out.stride(0), ranges[-1][1] // tile * tile
+        jobs: list[Job] = []
+        for first, end in ranges:
+            count = (min(end, whole_end) - first) // tile
+            if count > 0:
+                arguments = weights + first * row_bytes, tile * row_bytes, count, *rest, columns + 4 * first, out_row, matrix.k
+                jobs.append(Call(entry, arguments, keeps))
+        if whole_end < ranges[-1][1]:
+            jobs.append(partial(_tail, x, matrix, out[:, whole_end:]))
+        return jobs
 
 
-def _tile_product(x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-    """The same over tiles; first_row begins one."""
-    whole_end, product = end_row // TILE_ROWS * TILE_ROWS, format_kernels(matrix.format).product
-    tile_bytes, rows = TILE_ROWS * matrix.row_bytes, (x.data_ptr(), 4 * matrix.k, x.shape[0])
-    if whole_end > first_row:
-        address, target = matrix.data.data_ptr() + first_row * matrix.row_bytes, out.data_ptr() + 4 * first_row
-        product(address, tile_bytes, (whole_end - first_row) // TILE_ROWS, *rows, target, 4 * out.stride(0), matrix.k)
-    if whole_end < end_row:
-        tile, part = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(x.shape[0], TILE_ROWS)
-        product(tile.data_ptr(), tile_bytes, 1, *rows, part.data_ptr(), 4 * TILE_ROWS, matrix.k)
-        out[:, whole_end:end_row] = part[:, : end_row - whole_end]
+def _tail(x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+    """The last tile, of fewer rows than a whole one."""
+    tile, part = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(x.shape[0], TILE_ROWS)
+    product = format_kernels(matrix.format).product
+    tile_bytes = TILE_ROWS * matrix.row_bytes
+    product(tile.data_ptr(), tile_bytes, 1, x.data_ptr(), 4 * matrix.k, x.shape[0], part.data_ptr(), 4 * TILE_ROWS, matrix.k)
+    out[:] = part[:, : out.shape[1]]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 
+from lmoffload.kernels.board import Call
 from lmoffload.kernels.integer import integer_kernels
 from lmoffload.kernels.matrix import Matrix
-from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.pool import Job, Pool
 from lmoffload.kernels.tiled import TILE_ROWS, padded_tail
 from lmoffload.kernels.tokens import packed_row_bytes
 from lmoffload_solver.formats import QUANTIZED
@@ -43,28 +45,44 @@ class Int8Dot:
         def pack(first: int, end: int) -> None:
             kernels.pack(x[first:].data_ptr(), 4 * k, end - first, packed[first:].data_ptr(), packed.shape[1], k)
 
+        if rows <= together:
+            pack(0, rows)
+            return packed
         starts = range(0, rows, together)
         pool.run([partial(pack, first, min(first + together, rows)) for first in starts])
         return packed
 
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        whole_end = end_row // TILE_ROWS * TILE_ROWS
-        if whole_end > first_row:
-            address = matrix.data.data_ptr() + first_row * matrix.row_bytes
-            self._tiles(x, matrix, address, (whole_end - first_row) // TILE_ROWS, out.data_ptr() + 4 * first_row, out.stride(0))
-        if whole_end < end_row:
-            tile, part = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(x.shape[0], TILE_ROWS)
-            self._tiles(x, matrix, tile.data_ptr(), 1, part.data_ptr(), TILE_ROWS)
-            out[:, whole_end:end_row] = part[:, : end_row - whole_end]
+    def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:
+        entry, keeps = integer_kernels(matrix.format).entry, (x, matrix.data, out)
+        whole_end = ranges[-1][1] // TILE_ROWS * TILE_ROWS
+        whole = [(first, min(end, whole_end)) for first, end in ranges if first < whole_end]
+        jobs: list[Job] = [Call(entry, arguments, keeps) for arguments in _blocks(x, matrix, matrix.data.data_ptr(), whole, out)]
+        if whole_end < ranges[-1][1]:
+            jobs.append(partial(_tail, x, matrix, out[:, whole_end:]))
+        return jobs
 
-    def _tiles(self, x: torch.Tensor, matrix: Matrix, address: int, num_tiles: int, out: int, out_stride: int) -> None:
-        kernels, (rows, packed_row) = integer_kernels(matrix.format), x.shape
-        together = _whole_blocks(ACTIVATION_BYTES // packed_row, kernels.block_rows)
-        for first in range(0, rows, together):
-            kernels.product(
-                address, TILE_ROWS * matrix.row_bytes, num_tiles, x.data_ptr() + first * packed_row, packed_row,
-                min(together, rows - first), out + 4 * first * out_stride, 4 * out_stride, matrix.k,
-            )  # fmt: skip
+
+def _tail(x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
+    """The last tile, of fewer rows than a whole one."""
+    tile, part = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(x.shape[0], TILE_ROWS)
+    for arguments in _blocks(x, matrix, tile.data_ptr(), [(0, TILE_ROWS)], part):
+        integer_kernels(matrix.format).product(*arguments)
+    out[:] = part[:, : out.shape[1]]
+
+
+def _blocks(
+    x: torch.Tensor, matrix: Matrix, tiles: int, ranges: Sequence[tuple[int, int]], out: torch.Tensor
+) -> Iterator[tuple[int, ...]]:
+    """The arguments of `IntegerKernels.product` for ranges of rows of the tiles at an address: as many activation rows at a time as stay in
+    the cache. Addresses are computed here and not by torch, which takes longer: after a product little of Python is in the cache."""
+    (rows, packed_row), out_row, row_bytes = x.shape, 4 * out.stride(0), matrix.row_bytes
+    together = _whole_blocks(ACTIVATION_BYTES // packed_row, integer_kernels(matrix.format).block_rows)
+    x_place, out_place, tile_bytes, k = x.data_ptr(), out.data_ptr(), TILE_ROWS * row_bytes, matrix.k
+    for first, end in ranges:
+        here, tiles_here, column = tiles + first * row_bytes, (end - first) // TILE_ROWS, out_place + 4 * first
+        for row in range(0, rows, together):
+            number = min(together, rows - row)
+            yield here, tile_bytes, tiles_here, x_place + row * packed_row, packed_row, number, column + row * out_row, out_row, k
 
 
 def _whole_blocks(rows: int, block_rows: int) -> int:

@@ -13,6 +13,7 @@ from functools import cache
 
 from llvmlite import ir
 
+from lmoffload.kernels.board import emit_entry
 from lmoffload.kernels.bytes_dot import CHUNK, BytesDot
 from lmoffload.kernels.code import ADDRESS, F32, I8, I16, I32, I64, Code, Compiled, Machine, V, host_machine
 from lmoffload.kernels.halves import widen_fp16
@@ -35,11 +36,13 @@ class IntegerKernels:
 
     pack(x, x_row, m, target, packed_row, k): quantize activations (`tokens`).
     product(tiles, tile_bytes, num_tiles, packed, packed_row, m, out, out_row, k): whole tiles.
+    entry: the address of the same for a `board.Call`.
     block_rows: rows may be packed and multiplied apart where the first is a multiple of this.
     """
 
     pack: Callable[..., None]
     product: Callable[..., None]
+    entry: int
     block_rows: int
 
 
@@ -58,8 +61,9 @@ def compile_integer(format_name: str, machine: Machine) -> IntegerKernels:
     pack = emit_pack(module, machine, group, sizes, shifted=machine.dots == "vnni" and not nibbles, real=nibbles)
     product = Product(Code(module, narrow, "product", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64]), machine, group, nibbles)
     code = product.emit(sizes)
+    entry = emit_entry(code)
     compiled = Compiled(module)
-    return IntegerKernels(compiled.function(pack), compiled.function(code), sizes[0])
+    return IntegerKernels(compiled.function(pack), compiled.function(code), compiled.address(entry), sizes[0])
 
 
 @dataclass(frozen=True)

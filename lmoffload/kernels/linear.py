@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Protocol
@@ -13,7 +13,7 @@ import torch
 from lmoffload.kernels.fused import FusedDot
 from lmoffload.kernels.int8_dot import Int8Dot
 from lmoffload.kernels.matrix import Matrix, reference_widen
-from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.pool import Job, Pool
 from lmoffload.kernels.tiles import TileProduct, steady_shape
 from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
@@ -39,10 +39,10 @@ class LinearKernel(Protocol):
         """Weight rows that a job takes as a whole."""
 
     def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
-        """What `product` takes for x, fp32 [M, K] contiguous, M >= least_rows: made once for all jobs; its first dimension is M."""
+        """What `jobs` takes for x, fp32 [M, K] contiguous, M >= least_rows: made once for all jobs; its first dimension is M."""
 
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
-        """out[:, first_row:end_row] = x @ widened(matrix)[first_row:end_row].T, GIL released.
+    def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:
+        """Jobs that make out[:, first:end] = x @ widened(matrix)[first:end].T for every range of weight rows, GIL released.
 
         x: what `activations` made. out: fp32 [M, N] contiguous, columns in stored row order.
         """
@@ -87,20 +87,22 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     padded = x if rows >= chosen.least_rows else torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
     out = torch.empty(padded.shape[0], matrix.n)
     ready = chosen.activations(padded, matrix, pool)
-    pool.run([partial(chosen.product, ready, matrix, first, end, out) for first, end in ranges])
-    out = out[:rows]
+    pool.run(chosen.jobs(ready, matrix, ranges, out))
+    if padded is not x:
+        out = out[:rows]
     if matrix.row_order is not None:
         out = out.index_select(1, matrix.row_order)
     return out if bias is None else out.add_(bias)
 
 
-def row_ranges(n: int, unit: int, work: int, threads: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=1024)
+def row_ranges(n: int, unit: int, work: int, threads: int) -> Sequence[tuple[int, int]]:
     """The weight rows of each job: whole units, one job where the work is too little to share. work: products for each weight row."""
     units = -(-n // unit)
     worth = n * work // JOB_PRODUCTS
     jobs = 1 if worth < 2 or threads == 1 else min(units, max(worth, threads), JOBS_PER_THREAD * threads)
     edges = [min(units * i // jobs * unit, n) for i in range(jobs + 1)]
-    return list(pairwise(edges))
+    return tuple(pairwise(edges))
 
 
 def steady_kernel(kernel: str, n: int, k: int) -> LinearKernel:

@@ -7,11 +7,15 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 
 import torch
 
-Job = Callable[[], object]
+from lmoffload.kernels.board import Board, Call
+
+Job = Callable[[], object] | Call
 
 
 @contextmanager
@@ -28,10 +32,11 @@ def serial_torch() -> Iterator[None]:
 
 
 class Pool:
-    """`threads` threads of computation: the caller of `run` and `threads - 1` workers that sleep while there is nothing to do.
+    """`threads` threads of computation: the caller of `run` and `threads - 1` workers that look for work for a millisecond, then sleep.
 
-    The caller takes part, so that a pool of one costs nothing and a wake-up less is paid otherwise. While jobs run, torch's own threads
-    are 1 in the workers and in the caller: the kernels' bits rest on serial products.
+    `Call`s, of one function, come first and run without Python (`board`). The caller takes part, so that a pool of one costs nothing and
+    a wake-up less is paid otherwise. While jobs run, torch's own threads are 1 in the workers and in the caller: the kernels' bits rest on
+    serial products.
 
     Args:
         threads: at least 1.
@@ -45,7 +50,8 @@ class Pool:
         self._running = threading.Lock()
         self._owner: int | None = None
         self._closed = False
-        self._workers = [_Worker(None if cores is None else cores[i]) for i in range(1, threads)]
+        self._board = Board()
+        self._workers = [_Worker(self._board, None if cores is None else cores[i]) for i in range(1, threads)]
 
     def run(self, jobs: Sequence[Job]) -> None:
         """Run every job, each on one of the threads; all have ended when this returns.
@@ -64,6 +70,17 @@ class Pool:
                 self._owner = None
 
     def _run(self, jobs: Sequence[Job]) -> None:
+        calls = [job for job in jobs if isinstance(job, Call)]
+        if calls:
+            self._board.lead(calls, partial(self._rouse, len(calls) - 1))
+        if len(calls) < len(jobs):
+            self._run_python([job for job in jobs if not isinstance(job, Call)])
+
+    def _rouse(self, count: int) -> None:
+        for worker in self._workers[:count]:
+            worker.rouse()
+
+    def _run_python(self, jobs: Sequence[Callable[[], object]]) -> None:
         batch = _Batch(jobs)
         started: list[_Worker] = []
         try:
@@ -120,7 +137,7 @@ class Scratch(threading.local):
 class _Batch:
     """The jobs of one `run`, taken one by one by whoever is free."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Callable[[], object]]) -> None:
         self._jobs = jobs
         self._next = itertools.count()
         self.error: BaseException | None = None
@@ -139,13 +156,15 @@ class _Batch:
 
 
 class _Worker:
-    """A sleeping thread. Two locks serve as its binary semaphores: the cheapest wake-up that Python has."""
+    """A thread that helps at the board, or is summoned for jobs in Python. What it sleeps on counts, so that no wake-up is lost."""
 
-    def __init__(self, core: int | None) -> None:
+    def __init__(self, board: Board, core: int | None) -> None:
+        self._board = board
         self._batch: _Batch | None = None
-        self._wake = threading.Lock()
+        self._summons = torch.zeros(1, dtype=torch.int64)
+        self._asleep = False
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._done = threading.Lock()
-        self._wake.acquire()
         self._done.acquire()
         self._thread = threading.Thread(target=self._loop, args=(core,), name="lmoffload-compute", daemon=True)
         self._thread.start()
@@ -155,24 +174,36 @@ class _Worker:
         assert self._thread.native_id is not None
         return self._thread.native_id
 
-    def start(self, batch: _Batch) -> None:
+    def rouse(self) -> None:
+        """Have it look at the board."""
+        if self._asleep:
+            self._asleep = False
+            self._wake.put(None)
+
+    def start(self, batch: _Batch | None) -> None:
         self._batch = batch
-        self._wake.release()
+        self._summons[0] = 1
+        self.rouse()
 
     def wait(self) -> None:
         self._done.acquire()
 
     def stop(self) -> None:
-        self._batch = None
-        self._wake.release()
+        self.start(None)
         self._thread.join()
 
     def _loop(self, core: int | None) -> None:
         torch.set_num_threads(1)
         if core is not None:
             os.sched_setaffinity(0, {core})
+        place = self._summons.data_ptr()
         while True:
-            self._wake.acquire()
+            while not self._board.help(place):
+                self._asleep = True
+                if not (self._summons[0] or self._board.has_calls):  # since it looked: whoever came then may not have seen it asleep
+                    self._wake.get()
+                self._asleep = False
+            self._summons[0] = 0
             batch = self._batch
             if batch is None:
                 return

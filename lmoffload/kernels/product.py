@@ -8,6 +8,7 @@ from functools import cache
 
 from llvmlite import ir
 
+from lmoffload.kernels.board import emit_entry
 from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, Machine, V, host_machine
 from lmoffload.kernels.dots import MOST_AT_ONCE, emit_sweep
 from lmoffload.kernels.k_quants import STEP
@@ -22,6 +23,9 @@ COLUMN_BLOCK = 1024
 SCRATCH_ROW_BYTES = 4 * COLUMN_BLOCK + 64
 """A row of widened weights; not a power of two, so that rows do not meet in one set of the cache."""
 
+PANEL_ROWS = 32
+"""Weight rows widened together: 130 KiB of a second-level cache."""
+
 FEW_ROWS = 8
 """Weight rows of a panel while few activation rows read them once: their bytes are read nearly in order."""
 
@@ -31,13 +35,14 @@ class FormatKernels:
     """Compiled functions of one stored format; all numbers whole, addresses as int, strides in bytes.
 
     widen(source, source_row, rows, destination, destination_row, k): rows to fp32.
-    product(weight, weight_row, rows, x, x_row, m, out, out_row, k, scratch, panel): out[m, n] = x[m] . weight[n];
-        scratch: panel * SCRATCH_ROW_BYTES bytes, used when m > MOST_AT_ONCE.
-    Of a quantized format: whole tiles, and product is that of `tile_floats`, without scratch.
+    product(weight, weight_row, rows, x, x_row, m, out, out_row, k): out[m, n] = x[m] . weight[n]; takes 130 KiB of the stack.
+    entry: the address of the same for a `board.Call`.
+    Of a quantized format: whole tiles, and product is that of `tile_floats`.
     """
 
     widen: Callable[..., None]
     product: Callable[..., None]
+    entry: int
 
 
 @cache
@@ -46,8 +51,9 @@ def format_kernels(format_name: str) -> FormatKernels:
     module = ir.Module(f"lmoffload_{format_name}")
     emit = (emit_tile_widen, emit_tile_product) if is_tiled(format_name) else (emit_widen, emit_product)
     widen, product = (one(module, host_machine(), format_name) for one in emit)
+    entry = emit_entry(product)
     compiled = Compiled(module)
-    return FormatKernels(compiled.function(widen), compiled.function(product))
+    return FormatKernels(compiled.function(widen), compiled.function(product), compiled.address(entry))
 
 
 def emit_widen(module: ir.Module, machine: Machine, format_name: str) -> Code:
@@ -86,9 +92,9 @@ def emit_product(module: ir.Module, machine: Machine, format_name: str) -> Code:
     sweep = emit_sweep(module, machine, format_name)
     plain, fmt = format_name == "fp32", FORMATS[format_name]
     keep, wide = (sweep, sweep) if plain else (emit_sweep(module, machine, format_name, keep=True), emit_sweep(module, machine, "fp32"))
-    code = Code(module, machine, f"product_{format_name}", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64])
-    weight, weight_row, rows, x, x_row, m, out, out_row, k, scratch, panel = code.arguments
-    b, zero = code.b, code.whole(0)
+    code = Code(module, machine, f"product_{format_name}", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64])
+    weight, weight_row, rows, x, x_row, m, out, out_row, k = code.arguments
+    b, zero, scratch = code.b, code.whole(0), code.scratch(PANEL_ROWS * SCRATCH_ROW_BYTES)
 
     def place(row: V, column: V) -> V:
         return code.row(code.row(out, row, out_row), column, code.whole(4))
@@ -119,5 +125,5 @@ def emit_product(module: ir.Module, machine: Machine, format_name: str) -> Code:
     with code.when(few):
         panels(code.whole(FEW_ROWS), widened=False)
     with code.when(b.not_(few)):
-        panels(panel, widened=not plain)
+        panels(code.whole(PANEL_ROWS), widened=not plain)
     return code.end()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 
 from lmoffload.kernels.matrix import Matrix
-from lmoffload.kernels.pool import Pool, Scratch, serial_torch
+from lmoffload.kernels.pool import Job, Pool, Scratch, serial_torch
 from lmoffload.kernels.product import format_kernels
 from lmoffload.kernels.tiled import TILE_ROWS, is_tiled, padded_tail
 
@@ -44,7 +45,10 @@ class TileProduct:
     def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
         return x
 
-    def product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
+    def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:
+        return [partial(self._product, x, matrix, first, end, out) for first, end in ranges]
+
+    def _product(self, x: torch.Tensor, matrix: Matrix, first_row: int, end_row: int, out: torch.Tensor) -> None:
         tile_rows = rows_of_tile(matrix.n, matrix.k)
         for first in range(first_row, end_row, tile_rows):
             end = min(first + tile_rows, end_row)

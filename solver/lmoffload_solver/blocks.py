@@ -95,8 +95,8 @@ def blocks_of(lengths: Sequence[int], block_rows: int) -> tuple[Block, ...]:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What is computed at once of a block in a phase, its micro-batches or their chunks: different sizes, padded as they are computed, and
-    how many there are of each."""
+    """What is computed at once of a block in a phase, its micro-batches or their chunks: different sizes, not padded, and how
+    many there are of each."""
 
     tokens: Array
     counts: npt.NDArray[np.intp]
@@ -105,7 +105,6 @@ class BatchSizes:
     row_counts: npt.NDArray[np.intp]
     num_forwards: int
     total_tokens: float
-    """Not padded."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +151,15 @@ class JobCosts:
         ends = np.minimum(starts + micro_batch, block.end_row)
         num_rows = (ends - starts).astype(np.float64)
         exact = self._tokens[ends] - self._tokens[starts] if phase == "prefill" else num_rows
-        tokens, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
-        rows, row_counts = np.unique(_padded(num_rows, counting.ROW_MULTIPLE), return_counts=True)
+        tokens, counts = np.unique(exact, return_counts=True)
+        rows, row_counts = np.unique(num_rows, return_counts=True)
         return BatchSizes(tokens, counts, rows, row_counts, len(starts), float(exact.sum()))
 
     def _chunk_sizes(self, block: Block, micro_batch: int, prefill_chunk: int) -> BatchSizes:
         cuts = [prompt_chunks(self._tokens, first, end, prefill_chunk) for first, end in block.micro_batches(micro_batch)]
         exact, ended = np.array([chunk for of_batch in cuts for chunk in of_batch], dtype=np.float64).T
-        tokens, counts = np.unique(_padded(exact, self._multiple), return_counts=True)
-        rows, row_counts = np.unique(_padded(ended[ended > 0], counting.ROW_MULTIPLE), return_counts=True)
+        tokens, counts = np.unique(exact, return_counts=True)
+        rows, row_counts = np.unique(ended[ended > 0], return_counts=True)
         return BatchSizes(tokens, counts, rows, row_counts, len(exact), float(exact.sum()))
 
     def linear_seconds(self, sizes: BatchSizes, kernel: str) -> tuple[tuple[float, ...], ...]:
@@ -171,7 +170,8 @@ class JobCosts:
 
     def rest_seconds(self, block: Block, sizes: BatchSizes, step: int) -> tuple[float, ...]:
         """Per kind of layer, what is no linear layer of one layer over all micro-batches at a sampled step."""
-        fixed = [float((self.costs.rest_seconds(kind, sizes.tokens) * sizes.counts).sum()) for kind in self.kinds]
+        tokens = np.ceil(sizes.tokens / self._multiple) * self._multiple
+        fixed = [float((self.costs.rest_seconds(kind, tokens) * sizes.counts).sum()) for kind in self.kinds]
         sums = self._attention[step]
         return tuple(one + float(s[block.end_row] - s[block.first_row]) for one, s in zip(fixed, sums, strict=True))
 
@@ -252,7 +252,3 @@ def prompt_chunks(tokens: Array, first_row: int, end_row: int, prefill_chunk: in
 
 def _running(values: Array) -> Array:
     return np.concatenate(([0.0], np.cumsum(values)))
-
-
-def _padded(tokens: Array, multiple: int) -> Array:
-    return np.asarray(np.ceil(tokens / multiple) * multiple)

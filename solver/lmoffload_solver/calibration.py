@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from lmoffload_solver import counting
 from lmoffload_solver.costs import PHASES, Phase, attention_curve, disk_of
 from lmoffload_solver.machine import Curve, MachineProfile
 from lmoffload_solver.performed import Performed
@@ -159,7 +158,7 @@ def _read_phase(reading: _Reading, repriced: Repriced, phase: Phase) -> None:
             if predicted_s < SHORT_S * products.count:
                 calls_s += alone_s - predicted_s
             else:
-                rows = counting.padded(round(products.rows))
+                rows = round(products.rows)
                 reading.see(CurveKey("linear", names, run.threads), rows, predicted_s, max(alone_s, predicted_s / MOST))
     for attentions in run.attentions:
         if attentions.phase == phase:

@@ -123,8 +123,7 @@ class LinearCosts:
                 self._curves.setdefault((curve.kernel, curve.format), []).append(curve)
         self._tables: dict[tuple[str, str, int, int], Array] = {}
         largest = max((int(curve.flops_per_s.x[-1]) for curve in curves), default=1)
-        steps = counting.padded(largest) // counting.ROW_MULTIPLE
-        self._grid: Array = np.arange(1, steps + 1, dtype=np.float64) * counting.ROW_MULTIPLE
+        self._grid: Array = np.arange(1, largest + 1, dtype=np.float64)
 
     def kernels(self, format_name: str) -> tuple[str, ...]:
         """Kernels measured for a stored format."""
@@ -156,12 +155,12 @@ class LinearCosts:
         return np.asarray(by_count[below] ** (1 - share) * by_count[above] ** share)
 
     def seconds(self, kernel: str, format_name: str, n: int, k: int, tokens: Array) -> Array:
-        """Seconds of a linear layer [N, K] over `tokens` rows, each a multiple of 4: 2·M·N·K / rate, read from a table over M."""
+        """Seconds of a linear layer [N, K] over `tokens` rows: 2·M·N·K / rate, read from a table over M."""
         key = (self.kernel_for(kernel, format_name), format_name, n, k)
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = 2.0 * n * k * self._grid / self.rate(*key, self._grid)
-        index = np.minimum(np.asarray(tokens) // counting.ROW_MULTIPLE, len(table)).astype(np.int64) - 1
+        index = np.minimum(np.asarray(tokens), len(table)).astype(np.int64) - 1
         return np.asarray(table[index] * np.maximum(1.0, tokens / self._grid[-1]))
 
 
@@ -224,12 +223,11 @@ class Product:
         return Product(tensor.format, rows // experts // parts, columns, experts, counting.experts_met(model, tensor), parts)
 
     def calls_and_rows(self, tokens: Array) -> tuple[Array, Array]:
-        """Matrices that `tokens` tokens are multiplied with, and the rows, padded, that each meets: as expected where they are experts."""
+        """Matrices that `tokens` tokens are multiplied with, and the rows that each meets: as expected where they are experts."""
         if self.num_experts == 1:
             return np.ones_like(tokens), tokens
         calls = counting.experts_hit(self.num_experts, self.per_token, tokens)
-        rows = self.per_token * tokens / calls / counting.ROW_MULTIPLE
-        return self.parts * calls, np.ceil(rows) * counting.ROW_MULTIPLE
+        return self.parts * calls, np.ceil(self.per_token * tokens / calls)
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ class MachineCosts:
         """Elements of keys and values per second, by format."""
 
     def layer_seconds(self, kind: LayerKind, kernel: str, tokens: Array) -> Array:
-        """Seconds of one decoder layer over micro-batches of `tokens` (padded) tokens, attention left out:
+        """Seconds of one decoder layer over micro-batches of `tokens` tokens, attention left out:
         linear layers + their hand-over to the pool + fixed cost of a layer + elementwise bytes / rate."""
         return np.asarray(sum(self.linear_seconds(kind, kernel, tokens)) + self.rest_seconds(kind, tokens))
 
@@ -283,7 +281,7 @@ class MachineCosts:
         return np.asarray(overheads.layer_s + overheads.elementwise_s(kind.elementwise_bytes * tokens))
 
     def head_seconds(self, model: ModelShape, kernel: str, rows: Array) -> Array:
-        """Seconds of the output head over one token of each of `rows` (padded) sequences, its hand-over to the pool left out."""
+        """Seconds of the output head over one token of each of `rows` sequences, its hand-over to the pool left out."""
         return self.linear.seconds(kernel, model.head.format, *counting.matrix_size(model.head), rows)
 
     def prefill_attention_seconds(self, shape: LayerShape, lengths: Sequence[int], kv_format: str = "fp32") -> Array:

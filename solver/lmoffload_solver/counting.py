@@ -22,7 +22,7 @@ ACTIVATION_BYTES = 4
 """Bytes of one fp32 activation."""
 
 ROW_MULTIPLE = 4
-"""Rows of a product are padded to a multiple of this: products of one or two rows differ in their last bits."""
+"""Tokens of a packed micro-batch are padded at least to a multiple of this. Products leave the padding out (`costs.LinearCosts`)."""
 
 VECTOR_ELEMENTS = 64
 """Elements that torch's vectorised loops take at once (four AVX-512 registers)."""
@@ -41,7 +41,7 @@ def token_multiple(model: ModelShape) -> int:
 
 
 def padded(count: int, multiple: int = ROW_MULTIPLE) -> int:
-    """Tokens or rows that are computed for `count`."""
+    """Tokens or rows that elementwise loops compute, or that memory is kept for, for `count`."""
     return -(-count // multiple) * multiple
 
 

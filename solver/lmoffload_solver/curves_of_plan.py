@@ -72,8 +72,7 @@ def _host_points(model: ModelShape, machine: MachineProfile, plan: Plan) -> Iter
     rows, length = plan.micro_batch, plan.workload.max_prompt_len
     weights = sum(counting.tensor_bytes(t) for t in counting.layer_matrices(model, 0))
     for name, tokens, kernel in (("prefill", rows * length, plan.kernels.prefill), ("decode", rows, plan.kernels.decode)):
-        padded = counting.padded(tokens)
-        seconds = sum(float(one[0]) for one in costs.linear_seconds(kind, kernel, np.array([float(padded)])))
+        seconds = sum(float(one[0]) for one in costs.linear_seconds(kind, kernel, np.array([float(tokens)])))
         flops, moved = counting.layer_linear_flops(model, 0, tokens), weights + 2 * counting.hidden_bytes(model, tokens)
         yield RooflinePoint(f"products, {name}", flops / moved, flops / seconds)
     width = shape.key_dim + shape.value_dim

@@ -8,7 +8,6 @@ from functools import cached_property
 
 import numpy as np
 
-from lmoffload_solver import counting
 from lmoffload_solver.costs import Contention, DiskCosts, MachineCosts, Phase, attention_curve, disk_of, rate_at
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.performed import Attentions, Others, Part, Performed, Products, Reads
@@ -38,7 +37,7 @@ class Repriced:
 
     def products_s(self, products: Products) -> float:
         """Seconds of these products, their hand-over left out."""
-        rows = counting.padded(round(products.rows))
+        rows = round(products.rows)
         one = self.costs.linear.seconds(products.kernel, products.format, products.n, products.k, np.array([float(rows)]))
         return products.count * float(one[0])
 

@@ -114,16 +114,16 @@ def test_layer_of_a_toy_by_hand() -> None:
 
 
 def test_experts_of_a_toy_by_hand() -> None:
-    """16 tokens with 2 of 8 experts: all but 8 · 0.75^16 of them are hit, each by 4 tokens or a little more, padded to 8."""
+    """16 tokens with 2 of 8 experts: all but 8 · 0.75^16 of them are hit, each by 4.04 tokens: 5 are priced."""
     from lmoffload_solver.costs import LayerKind, MachineCosts, Product
 
     costs = MachineCosts(make_machine(), DiskCosts(make_machine().disks[0], 2), 1)
     product = Product("fp32", 64, 64, num_experts=8, per_token=2)
     hit = 8 * (1 - 0.75**16)
     calls, rows = product.calls_and_rows(np.array([16.0]))
-    assert (calls, rows) == (pytest.approx(hit), 8)
+    assert (calls, rows) == (pytest.approx(hit), 5)
     halves = Product("fp32", 32, 64, num_experts=8, per_token=2, parts=2).calls_and_rows(np.array([16.0]))
-    assert halves == (pytest.approx(2 * hit), 8), "gate and up of an expert are stored apart"
+    assert halves == (pytest.approx(2 * hit), 5), "gate and up of an expert are stored apart"
     kind = LayerKind(make_model().layers[0], (product,), 0)
-    (one,) = costs.linear.seconds("wide", "fp32", 64, 64, np.array([8.0]))
+    (one,) = costs.linear.seconds("wide", "fp32", 64, 64, np.array([5.0]))
     assert costs.linear_seconds(kind, "wide", np.array([16.0])) == [pytest.approx([hit * (1e-5 + one)])]

@@ -1,0 +1,1 @@
+"""This engine and its peers on the same work."""
