@@ -11,6 +11,7 @@ import typer
 
 from lmoffload.cli.calibrate import calibrate
 from lmoffload.cli.demo import demo
+from lmoffload.cli.doctor import doctor
 from lmoffload.cli.explain import explain
 from lmoffload.cli.inspect import inspect
 from lmoffload.cli.make_dummy import make_dummy
@@ -39,6 +40,7 @@ def build_app() -> typer.Typer:
     app.command("quality")(quality)
     app.command("calibrate")(calibrate)
     app.command("make-dummy")(make_dummy)
+    app.command("doctor")(doctor)
     app.command("demo")(demo)
     return app
 

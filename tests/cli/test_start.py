@@ -42,7 +42,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
-    for command in ("profile", "inspect", "plan", "explain", "run", "quality", "make-dummy", "demo"):
+    for command in ("profile", "inspect", "plan", "explain", "run", "quality", "make-dummy", "doctor", "demo"):
         assert f" {command} " in done.stdout
 
 
