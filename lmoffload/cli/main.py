@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,7 +23,7 @@ from lmoffload.cli.quality import quality
 from lmoffload.cli.run import run
 from lmoffload.cli.what_if import what_if
 from lmoffload.environment import prepare_allocator, prepare_signals, prepare_streams, prepare_threads
-from lmoffload.errors import StatedError, UsageError, sentence_of
+from lmoffload.errors import StatedError, UsageError, is_foreseen, sentence_of
 
 INTERRUPTED = 130
 
@@ -66,11 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, _USAGE_ERROR):
             print(f"lmoffload: {_usage_sentence(error)}", file=sys.stderr)
             return UsageError.exit_code
-        print(f"lmoffload: {sentence_of(error)}", file=sys.stderr)
+        print(f"lmoffload: {sentence_of(error, None if is_foreseen(error) else _reported(error, arguments))}", file=sys.stderr)
         return error.exit_code if isinstance(error, StatedError) else 1
     if code == INTERRUPTED:
         print("lmoffload: interrupted; results that were finished are kept.", file=sys.stderr)
     return int(code or 0)
+
+
+def _reported(error: Exception, arguments: Sequence[str] | None) -> Path | None:
+    from lmoffload.report.failure import write_failure
+
+    return write_failure(error, sys.argv[1:] if arguments is None else arguments)
 
 
 _USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
