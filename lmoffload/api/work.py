@@ -32,6 +32,9 @@ class Work:
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    log_probabilities: bool = False
 
     @property
     def is_synthetic(self) -> bool:
@@ -43,8 +46,8 @@ class Work:
         from lmoffload.executor import Sampling
         from lmoffload.jobs.job import Options
 
-        sampling = Sampling(self.temperature, self.top_p, self.top_k, self.seed)
-        return Options(self.gen_len or DEFAULT_GEN_LEN, sampling, self.stop)
+        sampling = Sampling(self.temperature, self.top_p, self.top_k, self.seed, self.min_p, self.repetition_penalty)
+        return Options(self.gen_len or DEFAULT_GEN_LEN, sampling, self.stop, self.log_probabilities)
 
     @property
     def source(self) -> str:
@@ -66,10 +69,15 @@ class Work:
             ("temperature", self.temperature, None),
             ("top-p", self.top_p, 1),
             ("top-k", self.top_k, None),
+            ("min-p", self.min_p, 1),
             ("seed", self.seed, 2**63 - 1),
         ):
             if value is not None and not (value >= 0 if most is None else 0 <= value <= most):
                 raise UsageError(f"The {name} is {value}; it must be at least 0" + (f" and at most {most}." if most else "."))
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < float("inf"):
+            raise UsageError(f"The repetition penalty is {self.repetition_penalty}; it must be more than 0, and 1 changes nothing.")
+        if self.log_probabilities and self.prompt is not None:
+            raise UsageError("--logprobs are told in the lines of results: give --input, or --num-prompts, instead of -p.")
         if "" in self.stop:
             raise UsageError("A stop text must not be empty.")
 

@@ -10,7 +10,7 @@ from lmoffload_solver.errors import StatedError
 
 NOT_APPLIED: Mapping[str, tuple[object, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "penalty_alpha": (), "dola_layers": (), "constraints": (), "force_words_ids": (),
-    "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "no_repeat_ngram_size": (0,),
+    "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,), "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "min_length": (0,), "min_new_tokens": (0,),
     "exponential_decay_length_penalty": (), "guidance_scale": (1,), "watermarking_config": (), "stop_strings": (),
@@ -33,6 +33,7 @@ def generation_remarks(config: Mapping[str, Any] | None, what: str) -> tuple[str
     if config.get("do_sample"):
         _check_number(config, "temperature", what, least=0, most=math.inf, whole=False)
         _check_number(config, "top_p", what, least=0, most=1, whole=False)
+        _check_number(config, "min_p", what, least=0, most=1, whole=False)
         _check_number(config, "top_k", what, least=0, most=math.inf, whole=True)
     asked = [name for name, neutral in NOT_APPLIED.items() if config.get(name) is not None and config[name] not in (*neutral, [], {})]
     if not asked:

@@ -86,6 +86,18 @@ def run(
     top_k: Annotated[
         int | None, typer.Option("--top-k", metavar="N", help="Keep the N likeliest tokens; 0 keeps all.", rich_help_panel=SAMPLING)
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            "--min-p", metavar="X", help="Keep tokens at least X times as likely as the likeliest one.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            "--repetition-penalty", metavar="X", help="Above 1, what is there already gets less likely.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Seed of sampling and of synthetic prompts.", rich_help_panel=SAMPLING)
     ] = None,
@@ -93,6 +105,9 @@ def run(
         list[str] | None,
         typer.Option("--stop", metavar="TEXT", help="End a completion before this text; may be given again.", rich_help_panel=SAMPLING),
     ] = None,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="Tell every token's log-probability in the results.", rich_help_panel=SAMPLING)
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Complete prompts with a model, by the best plan for them."""
@@ -105,6 +120,7 @@ def run(
     work = Work(
         prompt=prompt, chat=chat, input_file=input_file, num_prompts=num_prompts, prompt_len=prompt_len, gen_len=gen_len,
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=tuple(stop or ()),
+        min_p=min_p, repetition_penalty=repetition_penalty, log_probabilities=logprobs,
     )  # fmt: skip
     limits = limits_of(
         host_memory=host_memory,

@@ -159,7 +159,7 @@ class Engine:
 
         def restart(row: Row) -> None:
             new = make_row(row.request, self._generation, self.shape.vocab_size)
-            row.sampler, row.tokens, row.generated = new.sampler, new.tokens, new.generated
+            row.sampler, row.tokens, row.generated, row.log_probabilities = new.sampler, new.tokens, new.generated, []
 
         most_rows = self.plan.micro_batch * self.plan.num_micro_batches
         waiting = Waiting([row for _, row in rows], most_rows, self.plan.refill, restart)
@@ -292,4 +292,5 @@ class Engine:
 
 def _completion(row: Row) -> Completion:
     assert row.finish_reason is not None
-    return Completion(row.request.id, tuple(row.generated), len(row.request.token_ids), row.finish_reason)
+    told = tuple(row.log_probabilities[: len(row.generated)]) if row.request.log_probabilities else None  # an end token's is left out
+    return Completion(row.request.id, tuple(row.generated), len(row.request.token_ids), row.finish_reason, None, told)

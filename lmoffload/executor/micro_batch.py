@@ -302,11 +302,7 @@ class MicroBatch:
         likeliest = logits.argmax(dim=-1).tolist()
         finished = []
         for row, row_logits, first in zip(rows, logits, likeliest, strict=True):
-            if row.forced:
-                token = row.forced[len(row.generated)]
-            else:
-                token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
-            row.take(token, stop_ids, decode)
+            row.take(row.choose(row_logits, first), stop_ids, decode)
             if not row.active:
                 finished.append(row)
         return finished

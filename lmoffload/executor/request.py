@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from lmoffload_solver.value import Resource
@@ -23,6 +23,12 @@ class Sampling:
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def over(self, other: Sampling) -> Sampling:
+        """These wishes, and the other's where there are none."""
+        return replace(other, **{field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     """Strings that end the completion; the engine needs `decode` for them."""
+    log_probabilities: bool = False
+    """Told of every token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,8 @@ class Completion:
     prompt_tokens: int
     finish_reason: Literal["stop", "length", "error"]
     error: str | None = None
+    log_probabilities: tuple[float, ...] | None = None
+    """Of each of `token_ids`, natural, as the model gives them before any setting of sampling; None where they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class Row:
     """Tokens of the completion, the end token left out."""
     forced: tuple[int, ...] = ()
     """Tokens that the completion takes, whatever is likelier: a given text that is scored."""
+    log_probabilities: list[float] = field(default_factory=list)
+    """Of the generated tokens, where they are asked for."""
     scores: list[Score] = field(default_factory=list)
     """Of the tokens that were given, step by step, where they are asked for."""
 
@@ -60,6 +62,15 @@ class Row:
             part = logits[at : at + len(targets)]
             chosen = torch.log_softmax(part, dim=-1).gather(1, targets[:, None])[:, 0]
             self.scores.append(Score(chosen, part.argmax(dim=-1)))
+
+    def choose(self, logits: torch.Tensor, likeliest: int) -> int:
+        """The next token, from the row's logits [vocabulary] and the likeliest token of them."""
+        if self.forced:
+            return self.forced[len(self.generated)]
+        token = likeliest if self.sampler.plain else self.sampler.next_token(logits, self.tokens)
+        if self.request.log_probabilities:
+            self.log_probabilities.append(float(logits[token] - torch.logsumexp(logits, dim=-1)))
+        return token
 
     def take(self, token: int, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None) -> None:
         """Grow by a token, and finish where it is the last. decode: text of tokens, for stop strings."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from lmoffload_solver.errors import StatedError
 
 LEAST_TEMPERATURE = 1e-30
 """Below it the likeliest token has all the probability that fp32 can tell, and logits divided by it would overflow: it is greedy."""
+
+LARGEST = 1e30
+"""Logits multiplied by a larger repetition penalty would not be finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,11 @@ class Sampler:
         Raises:
             StatedError: a setting has no meaning (a negative temperature, a top_p outside 0 to 1).
         """
-        wished = request.sampling
-        temperature, top_p, top_k = _resolve(wished, defaults)
-        penalty = float(defaults.get("repetition_penalty") or 1.0)
-        greedy = temperature <= LEAST_TEMPERATURE
-        processors = _processors(penalty, None if greedy else temperature, top_p, min(top_k, vocab_size))
+        wished = _resolved(request.sampling, defaults)
+        _check(wished)
+        assert wished.temperature is not None
+        greedy = wished.temperature <= LEAST_TEMPERATURE
+        processors = _processors(wished, vocab_size, greedy)
         generator = None if greedy else _generator(wished.seed, request.id)
         return Sampler(processors if len(processors) else None, generator)
 
@@ -55,42 +59,56 @@ class Sampler:
         return int(torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=self.generator))
 
 
-def _resolve(wished: Sampling, defaults: Mapping[str, Any]) -> tuple[float, float, int]:
-    """(temperature, top_p, top_k); temperature 0 is greedy, top_k 0 is off. The request wins over the model's file."""
-    asked = any(value is not None for value in (wished.temperature, wished.top_p, wished.top_k))
-    samples = bool(defaults.get("do_sample")) or asked
-    default = defaults if defaults.get("do_sample") else {}
-    temperature = wished.temperature if wished.temperature is not None else float(default.get("temperature") or 1.0)
-    top_p = wished.top_p if wished.top_p is not None else float(default.get("top_p") or 1.0)
-    top_k = wished.top_k if wished.top_k is not None else int(default.get("top_k") or 0)
-    if temperature < 0:
-        raise StatedError(f"The temperature is {temperature}; it must be 0 (greedy) or more.")
-    if not 0 <= top_p <= 1:
-        raise StatedError(f"top_p is {top_p}; it must be between 0 and 1.")
-    if top_k < 0:
-        raise StatedError(f"top_k is {top_k}; it must be 0 (off) or more.")
-    return (temperature if samples else 0.0), top_p, top_k
+def _resolved(wished: Sampling, defaults: Mapping[str, Any]) -> Sampling:
+    """Every setting has a value, but for the seed; temperature 0 is greedy, top_k 0 is off. The request wins over the model's file."""
+    asked = any(value is not None for value in (wished.temperature, wished.top_p, wished.top_k, wished.min_p))
+    samples = bool(defaults.get("do_sample"))
+    default = defaults if samples else {}
+    filed = Sampling(
+        temperature=float(default.get("temperature") or 1.0) if samples or asked else 0.0,
+        top_p=float(default.get("top_p") or 1.0),
+        top_k=int(default.get("top_k") or 0),
+        min_p=float(default.get("min_p") or 0.0),
+        repetition_penalty=float(defaults.get("repetition_penalty") or 1.0),
+    )
+    return wished.over(filed)
 
 
-def _processors(penalty: float, temperature: float | None, top_p: float, top_k: int) -> Any:
+def _check(wished: Sampling) -> None:
+    """The least that each may be, and the most."""
+    bounds = {"temperature": math.inf, "top_p": 1, "top_k": math.inf, "min_p": 1, "repetition_penalty": LARGEST}
+    for name, most in bounds.items():
+        value = getattr(wished, name)
+        if not 0 <= value <= most or (name == "repetition_penalty" and not value):
+            least = "more than 0" if name == "repetition_penalty" else "0 or more"
+            raise StatedError(f"The setting {name} is {value}; it must be {least}" + (" and at most 1." if most == 1 else "."))
+
+
+def _processors(wished: Sampling, vocab_size: int, greedy: bool) -> Any:
+    """In transformers' own order."""
     from transformers import (
         LogitsProcessorList,
+        MinPLogitsWarper,
         RepetitionPenaltyLogitsProcessor,
         TemperatureLogitsWarper,
         TopKLogitsWarper,
         TopPLogitsWarper,
     )
 
+    assert wished.temperature is not None and wished.top_p is not None and wished.repetition_penalty is not None
     processors = LogitsProcessorList()
-    if penalty != 1.0:
-        processors.append(RepetitionPenaltyLogitsProcessor(penalty))
-    if temperature is not None:
-        if temperature != 1.0:
-            processors.append(TemperatureLogitsWarper(temperature))
-        if top_k:
-            processors.append(TopKLogitsWarper(top_k))
-        if top_p < 1.0:
-            processors.append(TopPLogitsWarper(top_p))
+    if wished.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(wished.repetition_penalty))
+    if greedy:
+        return processors
+    if wished.temperature != 1.0:
+        processors.append(TemperatureLogitsWarper(wished.temperature))
+    if wished.top_k:
+        processors.append(TopKLogitsWarper(min(wished.top_k, vocab_size)))
+    if wished.top_p < 1.0:
+        processors.append(TopPLogitsWarper(wished.top_p))
+    if wished.min_p:
+        processors.append(MinPLogitsWarper(wished.min_p))
     return processors
 
 

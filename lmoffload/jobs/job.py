@@ -21,6 +21,7 @@ class Options:
     gen_len: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    log_probabilities: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def synthetic_job(shape: ModelShape, num_prompts: int, prompt_len: int, options:
     requests = []
     for number in range(1, num_prompts + 1):
         ids = tuple(generator.randrange(shape.vocab_size) for _ in range(prompt_len))
-        requests.append(Request(str(number), ids, options.gen_len, options.sampling, options.stop))
+        requests.append(Request(str(number), ids, options.gen_len, options.sampling, options.stop, options.log_probabilities))
     return Job(tuple(requests))
 
 
@@ -95,11 +96,4 @@ def _request(line: JobLine, line_id: str, text: Text, shape: ModelShape, options
         ids = text.encode_chat([message.model_dump() for message in line.messages])
     gen_len = line.max_new_tokens or options.gen_len
     check_length(shape, len(ids), gen_len)
-    default = options.sampling
-    sampling = Sampling(
-        temperature=default.temperature if line.temperature is None else line.temperature,
-        top_p=default.top_p,
-        top_k=default.top_k,
-        seed=default.seed if line.seed is None else line.seed,
-    )
-    return Request(line_id, ids, gen_len, sampling, line.stop or options.stop)
+    return Request(line_id, ids, gen_len, line.sampling.over(options.sampling), line.stop or options.stop, options.log_probabilities)

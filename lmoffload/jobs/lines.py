@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from lmoffload.errors import StatedError
+from lmoffload.executor.request import Sampling
 from lmoffload_solver.value import Value
 
 
@@ -29,7 +30,16 @@ class JobLine(Value):
     max_new_tokens: int | None = Field(default=None, gt=0)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0)
     stop: tuple[str, ...] = ()
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the line itself wishes."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     @field_validator("stop", mode="before")
     @classmethod

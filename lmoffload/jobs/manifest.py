@@ -46,7 +46,9 @@ class Manifest(Value):
     @staticmethod
     def of(model: Named, source: str, options: Options, job: Job) -> Manifest:
         """Of a job that begins, without a plan yet."""
-        asked = asdict(options.sampling) | {"gen_len": options.gen_len, "stop": options.stop}
+        asked = asdict(options.sampling) | {
+            "gen_len": options.gen_len, "stop": options.stop, "log_probabilities": options.log_probabilities,
+        }  # fmt: skip
         return Manifest(
             lmoffload=version("lmoffload"),
             model=model,

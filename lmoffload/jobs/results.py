@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import SerializerFunctionWrapHandler, model_serializer
 
 from lmoffload.executor.request import Completion
 from lmoffload.jobs.lines import BadLine
@@ -18,6 +20,15 @@ class Result(Value):
     prompt_tokens: int
     finish_reason: Literal["stop", "length", "error"]
     error: str | None = None
+    log_probabilities: tuple[float, ...] | None = None
+    """Of each of `token_ids`; left out of the line where they were not asked for."""
+
+    @model_serializer(mode="wrap")
+    def _asked(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = whole(self)
+        if self.log_probabilities is None:
+            del document["log_probabilities"]
+        return document
 
     @staticmethod
     def of_completion(completion: Completion, text: str) -> Result:
@@ -29,6 +40,7 @@ class Result(Value):
             prompt_tokens=completion.prompt_tokens,
             finish_reason=completion.finish_reason,
             error=completion.error,
+            log_probabilities=completion.log_probabilities,
         )
 
     @staticmethod
