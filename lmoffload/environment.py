@@ -57,6 +57,11 @@ def prepare_streams() -> None:
             setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", write_through=True))  # nothing is left to fail at exit
 
 
+def on_terminal() -> bool:
+    """Whether somebody sits there: standard input and output are terminals."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def prepare_signals() -> None:
     """A polite request to end (SIGTERM, as of a batch system) is an interruption like Ctrl-C: threads end, finished results are kept."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

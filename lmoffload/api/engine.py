@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from lmoffload.api.importance import require_importance
 from lmoffload.api.machine import Machine
@@ -16,6 +16,8 @@ from lmoffload.errors import StatedError
 from lmoffload_solver.plan import Plan, on_device
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from lmoffload.checkpoint import StoreProgress
     from lmoffload.executor import Completion, Progress
     from lmoffload.jobs.job import Job
@@ -27,6 +29,22 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[Mapping[str, str]]
 """Raw text, or the messages of a conversation for the model's chat template."""
+
+
+class Wishes(TypedDict, total=False):
+    """How prompts are completed. Settings of sampling that are not given follow the model's own generation configuration."""
+
+    gen_len: int | None
+    """Tokens to generate at most, the plan's by default."""
+    temperature: float | None
+    """0 is greedy."""
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: Sequence[str]
+    """Strings that end a completion, and are left out of it."""
 
 
 class Engine:
@@ -63,6 +81,7 @@ class Engine:
         self.plan = model_plan.plan
         self.text = text or Text(checkpoint)
         self._model_plan = model_plan
+        self._busy = False
         require_importance(model_plan, self.text, tell)
         self._engine = executor.Engine(
             checkpoint,
@@ -74,38 +93,56 @@ class Engine:
         )
 
     def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        gen_len: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
+        self, prompts: Sequence[Prompt], *, on_chunk: Callable[[int, str], None] | None = None, **wishes: Unpack[Wishes]
     ) -> list[str]:
         """Complete every prompt; completions in the order of the prompts.
 
         Args:
             prompts: texts, or conversations (`[{"role": "user", "content": "..."}]`).
-            gen_len: tokens to generate at most, the plan's by default.
-            temperature: 0 is greedy; this and the next three follow the model's own generation configuration where None.
-            stop: strings that end a completion, and are left out of it.
+            on_chunk: called with a prompt's place, from 0, and the next piece of its completion, as they come.
+            wishes: see `Wishes`.
 
         Raises:
             StatedError: a prompt cannot be encoded, or exceeds what the plan has room for.
         """
-        from lmoffload.executor import Sampling
-        from lmoffload.jobs.job import Options, job_of_lines
-        from lmoffload.jobs.lines import line_of_prompt
-
-        options = Options(gen_len or self.plan.workload.gen_len, Sampling(temperature, top_p, top_k, seed), tuple(stop))
-        lines = [line_of_prompt(str(number), prompt) for number, prompt in enumerate(prompts, 1)]
-        job = job_of_lines(lines, self.text, self._model_plan.model.shape, options)
-        job.require_sound()
+        job = self._job(prompts, **wishes)
         results: dict[str, Result] = {}
-        self.run(job, lambda result: results.__setitem__(result.id, result))
+
+        def tell(request_id: str, chunk: str) -> None:
+            assert on_chunk is not None
+            on_chunk(int(request_id) - 1, chunk)
+
+        self.run(job, lambda result: results.__setitem__(result.id, result), on_chunk=None if on_chunk is None else tell)
         return [results[str(number)].completion for number in range(1, len(prompts) + 1)]
+
+    def stream(self, prompt: Prompt, **wishes: Unpack[Wishes]) -> Generator[str, None, None]:
+        """The completion of one prompt, piece by piece as it is generated; joined, they are what `generate` gives.
+
+        The work is done while the next piece is asked for, all of it in one thread; closing the iterator ends it.
+
+        Raises:
+            StatedError: as `generate` does; or another stream of this engine is open.
+        """
+        job = self._job([prompt], **wishes)
+        check_fits(job.workload, self.plan)
+        return self._stream(job)
+
+    async def stream_async(self, prompt: Prompt, **wishes: Unpack[Wishes]) -> AsyncGenerator[str, None]:
+        """As `stream`, for `async for`: the work is done in a thread of its own.
+
+        Raises:
+            StatedError: as `stream` does.
+        """
+        from asyncio import get_running_loop
+        from concurrent.futures import ThreadPoolExecutor
+
+        loop, chunks = get_running_loop(), self.stream(prompt, **wishes)
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            try:
+                while (chunk := await loop.run_in_executor(thread, next, chunks, None)) is not None:
+                    yield chunk
+            finally:
+                await loop.run_in_executor(thread, chunks.close)
 
     def run(
         self,
@@ -113,24 +150,92 @@ class Engine:
         on_result: Callable[[Result], None],
         on_progress: Callable[[Progress], None] | None = None,
         short: Callable[[], bool] = lambda: False,
+        on_chunk: Callable[[str, str], None] | None = None,
     ) -> None:
         """Run a job; `on_result` is called with every line's result as soon as it is known, `short` after every step: where it says that
-        memory is short, the block becomes smaller.
+        memory is short, the block becomes smaller. on_chunk: called with a line's id and the next piece of its completion.
 
         Raises:
             StatedError: the plan has no room for the job, or a device failed.
         """
         from lmoffload.jobs.results import Result
+        from lmoffload.jobs.stream import TextStream
 
-        stops = {request.id: request.stop for request in job.requests}
         check_fits(job.workload, self.plan)
+        stops = {request.id: request.stop for request in job.requests}
+        streams = {} if on_chunk is None else {request.id: TextStream(self.text, request.stop) for request in job.requests}
+
+        def tell(request_id: str, chunk: str) -> None:
+            if chunk and on_chunk is not None:
+                on_chunk(request_id, chunk)
+
         for line in job.bad_lines:
             on_result(Result.of_bad_line(line))
 
         def finish(completion: Completion) -> None:
-            on_result(Result.of_completion(completion, self.text.decode_until(completion.token_ids, stops[completion.id])))
+            result = Result.of_completion(completion, self.text.decode_until(completion.token_ids, stops[completion.id]))
+            if streams:
+                tell(result.id, streams[result.id].end(result.completion))
+            on_result(result)
 
-        self._engine.generate(job.requests, finish, on_progress, short)
+        with self._alone(), closing(self._engine.steps(job.requests, {}, finish, short)) as steps:
+            for progress, rows in steps:
+                for row in rows if streams else ():
+                    tell(row.request.id, streams[row.request.id].more(row.generated))
+                if on_progress is not None:
+                    on_progress(progress)
+
+    def _stream(self, job: Job) -> Generator[str, None, None]:
+        from lmoffload.jobs.stream import TextStream
+
+        (request,) = job.requests
+        done: dict[int, Completion] = {}
+        stream = TextStream(self.text, request.stop)
+        with self._alone(), closing(self._engine.steps(job.requests, done)) as steps:
+            for _, (row,) in steps:
+                if chunk := stream.more(row.generated):
+                    yield chunk
+        if done[0].error is not None:
+            raise StatedError(done[0].error)
+        if chunk := stream.end(self.text.decode_until(done[0].token_ids, request.stop)):
+            yield chunk
+
+    def _job(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        gen_len: int | None = None,
+        stop: Sequence[str] = (),
+        **sampling: Any,
+    ) -> Job:
+        """
+        Raises:
+            StatedError: a prompt cannot be encoded.
+        """
+        from lmoffload.executor import Sampling
+        from lmoffload.jobs.job import Options, job_of_lines
+        from lmoffload.jobs.lines import line_of_prompt
+
+        options = Options(gen_len or self.plan.workload.gen_len, Sampling(**sampling), tuple(stop))
+        lines = [line_of_prompt(str(number), prompt) for number, prompt in enumerate(prompts, 1)]
+        job = job_of_lines(lines, self.text, self._model_plan.model.shape, options)
+        job.require_sound()
+        return job
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One piece of work at a time.
+
+        Raises:
+            StatedError: another is going on.
+        """
+        if self._busy:
+            raise StatedError("This engine is at work: take the stream that is open to its end, or close it, before the next.")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     def report(self) -> RunReport:
         """What has been run so far, predicted and measured."""

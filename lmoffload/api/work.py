@@ -41,6 +41,11 @@ class Work:
         return self.num_prompts is not None or self.prompt_len is not None
 
     @property
+    def is_nothing(self) -> bool:
+        """No prompts are named."""
+        return self.prompt is None and self.input_file is None and not self.is_synthetic
+
+    @property
     def options(self) -> Options:
         """What holds for every line that does not say otherwise."""
         from lmoffload.executor import Sampling
@@ -85,7 +90,7 @@ class Work:
         """Raises:
         UsageError: nothing is asked for.
         """
-        if self.prompt is None and self.input_file is None and not self.is_synthetic:
+        if self.is_nothing:
             raise UsageError("Nothing to complete: give -p TEXT, --input FILE, or --num-prompts and --prompt-len.")
 
     def workload(self, model: Model) -> Workload:

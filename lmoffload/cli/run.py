@@ -110,11 +110,12 @@ def run(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Complete prompts with a model, by the best plan for them."""
+    """Complete prompts with a model, by the best plan for them. Without prompts, on a terminal: talk with it."""
     from lmoffload.api.asking import asked_of
     from lmoffload.api.limits import limits_of
     from lmoffload.api.work import Work
     from lmoffload.api.workflow import RunOptions, run_work
+    from lmoffload.environment import on_terminal
     from lmoffload.report.progress import ProgressBar
 
     work = Work(
@@ -134,6 +135,11 @@ def run(
         plan_file=plan, machine=machine, quality=asked_of(quality=quality).quality, output=output, restart=restart,
         report_file=report, trace_file=trace, nice=nice,
     )  # fmt: skip
+    if work.is_nothing and options == RunOptions(machine=machine, quality=options.quality) and on_terminal():
+        from lmoffload.api.chat import run_chat
+
+        run_chat(model, work, limits, machine, options.quality)
+        raise typer.Exit
     with ProgressBar() as bar:
         all_done = run_work(model, work, limits, options, bar)
     raise typer.Exit(0 if all_done else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class BlockRunner:
         decode: Callable[[Sequence[int]], str] | None = None,
         waiting: Waiting | None = None,
         short: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[int, list[Row]]]:
+    ) -> Generator[tuple[int, list[Row]], None, None]:
         """Run one block until all its rows have finished; after every step, (step, rows that finished with it).
 
         full: it is as large as the largest. stop_ids: tokens that end a row. decode: text of tokens, for stop strings. waiting: rows that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class DeviceRunner:
         decode: Callable[[Sequence[int]], str] | None = None,
         waiting: Waiting | None = None,
         short: Callable[[], bool] = lambda: False,
-    ) -> Iterator[tuple[int, list[Row]]]:
+    ) -> Generator[tuple[int, list[Row]], None, None]:
         """Run one block; after every step, (step, rows that finished with it). As in `BlockRunner.run`, but that rows neither come nor go
         before the block has ended: waiting and short are not asked."""
         parts, own = self._parts, [batch for batch in batches if isinstance(batch, DeviceBatch)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -142,6 +143,25 @@ class Engine:
             StatedError: the requests need more memory than the plan has, memory is short for a single row, or a device failed.
         """
         done: dict[int, Completion] = {}
+        for progress, _ in self.steps(requests, done, on_done, short):
+            if on_progress is not None:
+                on_progress(progress)
+        return [done[index] for index in range(len(requests))]
+
+    def steps(
+        self,
+        requests: Sequence[Request],
+        done: dict[int, Completion],
+        on_done: Callable[[Completion], None] | None = None,
+        short: Callable[[], bool] = lambda: False,
+    ) -> Generator[tuple[Progress, list[Row]], None, None]:
+        """What `generate` does, step by step: progress, and the rows of the block as they are then.
+
+        All steps are taken in one thread. Closing the iterator ends the work.
+
+        Args:
+            done: takes completions by the places of their requests.
+        """
 
         def finish(index: int, completion: Completion) -> None:
             done[index] = completion
@@ -171,15 +191,14 @@ class Engine:
             if not (block := self._block(waiting.take())):
                 break
             full = sum(len(batch.rows) for batch in block) == first
-            for step, finished in self._blocks.run(block, full, self._stop_ids, self._decode, waiting, short):
-                for row in finished:
-                    finish(places[id(row)], _completion(row))
-                if on_progress is not None:
-                    on_progress(pace.after(step, number, block, finished, self.meter))
+            with closing(self._blocks.run(block, full, self._stop_ids, self._decode, waiting, short)) as steps:
+                for step, finished in steps:
+                    for row in finished:
+                        finish(places[id(row)], _completion(row))
+                    yield pace.after(step, number, block, finished, self.meter), [row for batch in block for row in batch.rows]
             self.meter.keep_spans = False
         if waiting.places < most_rows:
             self.remarks.append(f"Memory got short: blocks were made smaller, from {most_rows} prompts to {waiting.places}.")
-        return [done[index] for index in range(len(requests))]
 
     def score(
         self, texts: Sequence[Sequence[int]], num_decoded: int = 0, on_progress: Callable[[float], None] = lambda share: None

@@ -21,7 +21,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "+".join(settings))
+@pytest.mark.parametrize("settings", SETTINGS, ids="+".join)
 def test_scores_are_those_of_transformers(tiny, settings):
     """What its `generate` samples from at each step, from the same logits; as the request's wishes, and as the model's file has them."""
     checkpoint = tiny("llama")
@@ -84,7 +84,8 @@ def test_log_probabilities_are_the_models(tiny):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"min_p": 1.5}, {"min_p": -0.1}, {"repetition_penalty": 0.0}, {"repetition_penalty": float("inf")}, {"temperature": float("nan")}]
+    "wrong",
+    [{"min_p": 1.5}, {"min_p": -0.1}, {"repetition_penalty": 0.0}, {"repetition_penalty": float("inf")}, {"temperature": float("nan")}],
 )
 def test_settings_without_meaning(wrong):
     with pytest.raises(StatedError, match=next(iter(wrong))):
