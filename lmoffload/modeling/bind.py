@@ -12,6 +12,7 @@ from torch import nn
 from lmoffload.kernels.attention import prefill_kernel
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
+from lmoffload.modeling.elementwise import bind_elementwise
 from lmoffload.modeling.experts import BoundExperts
 from lmoffload.modeling.linear import BoundHead, BoundLinear, BoundWeight
 from lmoffload.modeling.rotary import bind_rotary
@@ -85,6 +86,7 @@ def bind(
     if unused:
         raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
     bind_rotary(model, runtime)
+    bind_elementwise(model, runtime)
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
 
