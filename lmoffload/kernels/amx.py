@@ -31,7 +31,7 @@ def amx_is_granted() -> bool:
     """Whether the machine has AMX's products of bytes and the system lets this process use them: asked once, for all its threads."""
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and llvm.get_host_cpu_features().get("amx-int8", False)):
         return False
-    return ctypes.CDLL(None, use_errno=True).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0
+    return bool(ctypes.CDLL(None, use_errno=True).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0)
 
 
 @dataclass(frozen=True)

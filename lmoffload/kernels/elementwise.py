@@ -1,4 +1,4 @@
-"""What lies between products, in one pass each, shared out over the pool: root-mean-square norms and gated activations.
+"""What lies between products, in one pass each, shared out over the pool: norms, gated activations, rotary embeddings, residual sums.
 
 torch runs each of their operators over the whole of memory by one thread. Here too a row's bits depend on it alone: norms sum in a fixed
 order, and the numbers of an activation do not meet.
@@ -6,6 +6,7 @@ order, and the numbers of an activation do not meet.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -30,10 +31,14 @@ class ElementwiseKernels:
 
     gate(gate, up, count): gate = silu(gate) * up, of `count` numbers.
     norm(x, x_row, rows, weight, out, out_row, k, eps): out[row] = weight * x[row] / sqrt(mean(x[row] ** 2) + eps). eps: fp32 [1].
+    rotate(x, x_row, rows, heads, dim, cos, sin, cos_row): x[row, head] turned by half its size, as Llama's are.
+    add(into, other, count): into += other.
     """
 
     gate: int
     norm: int
+    rotate: int
+    add: int
     code: Compiled
 
 
@@ -41,9 +46,10 @@ class ElementwiseKernels:
 def elementwise_kernels() -> ElementwiseKernels:
     """The compiled functions, compiled at the first call."""
     module = ir.Module("lmoffload_elementwise")
-    entries = [emit_entry(emit(module)) for emit in (emit_gate, emit_norm)]
+    gate, norm, rotation, addition = (emit_entry(emit(module)) for emit in (emit_gate, emit_norm, emit_rotate, emit_add))
     compiled = Compiled(module)
-    return ElementwiseKernels(*(compiled.address(entry) for entry in entries), compiled)
+    at = compiled.address
+    return ElementwiseKernels(at(gate), at(norm), at(rotation), at(addition), compiled)
 
 
 def silu_gate(gate: torch.Tensor, up: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -51,12 +57,33 @@ def silu_gate(gate: torch.Tensor, up: torch.Tensor, pool: Pool) -> torch.Tensor:
 
     gate, up: fp32 of one shape, contiguous.
     """
-    assert gate.is_contiguous() and up.is_contiguous() and gate.shape == up.shape and gate.dtype == up.dtype == torch.float32
-    entry, places = elementwise_kernels().gate, (gate.data_ptr(), up.data_ptr())
-    pool.run(
-        [Call(entry, (*(place + 4 * first for place in places), end - first), (gate, up)) for first, end in shares(gate.numel(), 1, pool)]
-    )
+    _pairwise(elementwise_kernels().gate, gate, up, pool)
     return gate
+
+
+def add(into: torch.Tensor, other: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """into + other, written over into. Both fp32 of one shape; contiguous."""
+    _pairwise(elementwise_kernels().add, into, other, pool)
+    return into
+
+
+def rotate(heads: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor, pool: Pool) -> None:
+    """Llama's rotary embedding, in place: x = x * cos + (-second half of x, first half) * sin; each number within 3 2^-24 of the sum of
+    its parts' sizes.
+
+    Args:
+        heads: queries, keys, ...: fp32 [T, heads, D] contiguous, D even.
+        cos, sin: fp32 [T, D] contiguous.
+    """
+    calls, dim, entry = list[Call](), cos.shape[-1], elementwise_kernels().rotate
+    assert cos.is_contiguous() and sin.is_contiguous() and cos.dtype == sin.dtype == torch.float32
+    for x in heads:
+        assert x.is_contiguous() and x.dtype == torch.float32 and x.shape[2] == dim
+        row, size, places = 4 * x.shape[1] * dim, 4 * dim, (cos.data_ptr(), sin.data_ptr())
+        for first, end in shares(x.shape[0], x.shape[1] * dim, pool):
+            beside = *(place + first * size for place in places), size
+            calls.append(Call(entry, (x.data_ptr() + first * row, row, end - first, x.shape[1], dim, *beside), (x, cos, sin)))
+    pool.run(calls)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pool: Pool) -> torch.Tensor:
@@ -77,6 +104,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pool: Pool) -> t
         ]
     )
     return out
+
+
+def _pairwise(entry: int, into: torch.Tensor, other: torch.Tensor, pool: Pool) -> None:
+    """Run f(into, other, count) over all numbers."""
+    assert into.is_contiguous() and other.is_contiguous() and into.shape == other.shape and into.dtype == other.dtype == torch.float32
+    to, source, keeps = into.data_ptr(), other.data_ptr(), (into, other)
+    pool.run([Call(entry, (to + 4 * first, source + 4 * first, end - first), keeps) for first, end in shares(into.numel(), 1, pool)])
 
 
 def shares(count: int, size: int, pool: Pool) -> list[tuple[int, int]]:
@@ -111,6 +145,54 @@ def emit_gate(module: ir.Module) -> Code:
     return code.end()
 
 
+def emit_add(module: ir.Module) -> Code:
+    """Emit `ElementwiseKernels.add`."""
+    code = Code(module, host_machine(), "add", [ADDRESS, ADDRESS, I64])
+    into, other, count = code.arguments
+    four = code.whole(4)
+
+    def step(i: V, width: int | None) -> None:
+        here = code.row(into, i, four)
+        code.store(code.b.fadd(code.load(F32, here, width), code.load(F32, code.row(other, i, four), width)), here)
+
+    _widths(code, count, step)
+    return code.end()
+
+
+def emit_rotate(module: ir.Module) -> Code:
+    """Emit `ElementwiseKernels.rotate`."""
+    code = Code(module, host_machine(), "rotate", [ADDRESS, I64, I64, I64, I64, ADDRESS, ADDRESS, I64])
+    x, x_row, rows, heads, dim, cos, sin, cos_row = code.arguments
+    b, four, zero = code.b, code.whole(4), code.whole(0)
+    half = b.sdiv(dim, code.whole(2))
+
+    def one_row(row: V) -> None:
+        cosines, sines = code.row(cos, row, cos_row), code.row(sin, row, cos_row)
+
+        def one_head(head: V) -> None:
+            here = code.row(code.row(x, row, x_row), b.mul(head, dim), four)
+
+            def step(i: V, width: int | None) -> None:
+                places = [b.mul(i, four), b.mul(b.add(i, half), four)]
+                (one, two), (c, d), (s, t) = ([code.load(F32, code.at(of, at), width) for at in places] for of in (here, cosines, sines))
+                code.store(b.fsub(b.fmul(one, c), b.fmul(two, s)), code.at(here, places[0]))
+                code.store(b.fadd(b.fmul(two, d), b.fmul(one, t)), code.at(here, places[1]))
+
+            _widths(code, half, step)
+
+        code.each(zero, heads, 1, one_head)
+
+    code.each(zero, rows, 1, one_row)
+    return code.end()
+
+
+def _widths(code: Code, count: V, step: Callable[[V, int | None], None]) -> None:
+    """step(first, width) over `count` numbers: whole vectors, then one by one."""
+    whole = code.b.and_(count, code.whole(-code.width))
+    code.each(code.whole(0), whole, code.width, lambda i: step(i, code.width))
+    code.each(whole, count, 1, lambda i: step(i, None))
+
+
 def emit_norm(module: ir.Module) -> Code:
     """Emit `ElementwiseKernels.norm`."""
     code = Code(module, host_machine(), "norm", [ADDRESS, I64, I64, ADDRESS, ADDRESS, I64, I64, ADDRESS])
@@ -130,12 +212,11 @@ def emit_norm(module: ir.Module) -> Code:
         mean = b.fadd(b.fdiv(total, b.sitofp(k, F32)), code.load(F32, eps))
         scale = b.fdiv(code.real(1.0), code.intrinsic("llvm.sqrt", mean))
 
-        def write(width: int | None, i: V) -> None:
+        def write(i: V, width: int | None) -> None:
             value = b.fmul(code.load(F32, code.row(here, i, four), width), code.splat(scale, width))
             code.store(b.fmul(code.load(F32, code.row(weight, i, four), width), value), code.row(there, i, four))
 
-        code.each(zero, whole, code.width, lambda i: write(code.width, i))
-        code.each(whole, k, 1, lambda i: write(None, i))
+        _widths(code, k, write)
 
     code.each(zero, rows, 1, one_row)
     return code.end()

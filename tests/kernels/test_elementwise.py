@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lmoffload.kernels.elementwise import rms_norm, silu_gate
+from lmoffload.kernels.elementwise import add, rms_norm, rotate, silu_gate
 from lmoffload.kernels.pool import Pool
 
 UNIT = 2.0**-24
@@ -40,6 +40,26 @@ def test_gate_at_the_ends(pool):
     out = silu_gate(gate.clone(), torch.ones(8), pool)
     assert out[:3].tolist() == [0.0, 0.0, 100.0] and out[3].abs() < 1e-35 and out[4] == gate[4] and out[5] == 0
     assert out[6] == float("inf") and out[7].isnan()
+
+
+def test_sum(pool):
+    into, other = random(300_001), random(300_002)[1:]
+    exact = into + other
+    assert torch.equal(add(into, other, pool), exact)
+
+
+@pytest.mark.parametrize("dim", [2, 6, 16, 64, 80, 128])
+def test_rotation_by_halves(pool, dim):
+    angles = random(37, dim) * 9
+    q, k = random(37, 5, dim), random(37, 2, dim + 1)[..., 1:].contiguous()
+    cos, sin = angles.cos(), angles.sin()
+    for x in (q.clone(), k.clone()):
+        turned = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1).double()
+        parts = x.double() * cos[:, None], turned * sin[:, None]
+        other = x.clone()
+        rotate((x, other), cos, sin, pool)
+        assert torch.equal(x, other)
+        assert ((x - sum(parts)).abs() <= 3 * UNIT * sum(part.abs() for part in parts)).all()
 
 
 def test_bits_do_not_depend_on_company_or_threads():
