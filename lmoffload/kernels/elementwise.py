@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from llvmlite import ir
 
+from lmoffload.kernels import pages
 from lmoffload.kernels.board import Call, emit_entry
 from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Compiled, V, host_machine
 from lmoffload.kernels.functions import exp_of_negative
@@ -94,7 +95,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pool: Pool) -> t
     k = x.shape[-1]
     assert x.dtype == weight.dtype == torch.float32 and weight.shape == (k,)
     x, weight = x.contiguous(), weight.contiguous()
-    out, least = torch.empty_like(x), torch.tensor([eps])
+    out, least = pages.empty(*x.shape), torch.tensor([eps])
     entry, from_place, to_place, row = elementwise_kernels().norm, x.data_ptr(), out.data_ptr(), 4 * k
     rest, keeps = (k, least.data_ptr()), (x, weight, out, least)
     pool.run(

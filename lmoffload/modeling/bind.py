@@ -60,6 +60,7 @@ def bind(
     """
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
+    embedding.padding_idx = None  # it matters to training alone, and torch wants it within the table, which is as long as a step's tokens
     fed: set[str] = set()
     names = {module: name for name, module in model.named_modules()}
     for tensor in shape.tensors:

@@ -1,4 +1,4 @@
-"""Fixed costs: what the unmodified forward costs beside its products and its attention, on a real tiny model in the real engine."""
+"""Fixed costs: what the forward costs beside its products and its attention, on a real tiny model in the real engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from lmoffload.profiler.curves import least_squares
 from lmoffload.profiler.samples import repeat, summarize, timed
@@ -41,7 +42,7 @@ def measure_overheads(
     from lmoffload.checkpoint import open_checkpoint
 
     tell("norms, rotary embedding, activation and residuals")
-    rate = elementwise_bytes_per_s(budget_s * 0.3)
+    rate = elementwise_bytes_per_s(pools[-1], budget_s * 0.3)
     tell("a small model's layers and steps")
     steps = 24 if quick else 96
     with tempfile.TemporaryDirectory(prefix="lmoffload-profile-") as folder:
@@ -98,8 +99,9 @@ def product_s(pool: Pool, n: int, k: int, budget_s: float, pause_s: float) -> fl
     return summarize(times_s).median_s
 
 
-def elementwise_bytes_per_s(budget_s: float) -> float:
-    """Rate of `counting.elementwise_bytes`: the slope of time over tokens of an unmodified forward without products and attention."""
+def elementwise_bytes_per_s(pool: Pool, budget_s: float) -> float:
+    """Rate of `counting.elementwise_bytes`: the slope of time over tokens of a forward, as the engine binds it, without products and
+    attention."""
     import torch
     from transformers import LlamaConfig
 
@@ -112,7 +114,7 @@ def elementwise_bytes_per_s(budget_s: float) -> float:
         num_attention_heads=9,
         num_key_value_heads=3,
     )
-    model = _without_products(config)
+    model = _without_products(config, pool)
     counted = _elementwise_bytes(config)
     amounts, times_s = [], []
     with torch.no_grad():
@@ -143,19 +145,20 @@ def _elementwise_bytes(config: Any) -> int:
     return counting.elementwise_bytes(shape, 0, 1)
 
 
-def _without_products(config: Any) -> Any:
-    """The unmodified model with linear layers and attention that cost nothing: they hand out memory that is there already."""
+def _without_products(config: Any, pool: Pool) -> Any:
+    """The model with linear layers and attention that cost nothing: they hand out memory that is there already."""
     import torch
     from torch import nn
 
     from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
     from lmoffload.modeling.build import build_model
-    from lmoffload.modeling.runtime import Unwatched
+    from lmoffload.modeling.elementwise import bind_elementwise
+    from lmoffload.modeling.runtime import Runtime, Unwatched
 
     class Free(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.out = torch.randn(1, ELEMENTWISE_TOKENS[-1], width)
+            self.out = torch.full((1, ELEMENTWISE_TOKENS[-1], width), 9.0)  # written over again and again, it must not become subnormal
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out[:, : x.shape[1]]
@@ -166,17 +169,16 @@ def _without_products(config: Any) -> Any:
         def attend(self, _layer: int, query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
             return query
 
-    class FreeRuntime:
-        batch, watch = FreeBatch(), Unwatched()
-
+    runtime = cast(Runtime, SimpleNamespace(batch=FreeBatch(), watch=Unwatched(), pool=pool))
     model = build_model(config)
     for name, module in list(model.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if isinstance(module, nn.Linear):
             setattr(model.get_submodule(owner), leaf, Free(module.out_features))
         elif hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
-            setattr(module, RUNTIME_ATTRIBUTE, FreeRuntime())
+            setattr(module, RUNTIME_ATTRIBUTE, runtime)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.ones(parameter.shape), requires_grad=False))
+    bind_elementwise(model, runtime)
     return model
