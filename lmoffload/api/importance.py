@@ -11,6 +11,7 @@ from lmoffload.api.planning import ModelPlan, solve_for
 from lmoffload.api.telling import Tell
 from lmoffload.checkpoint import Importance, needs_importance, open_store, read_importance, write_importance
 from lmoffload.errors import InfeasibleError, StatedError
+from lmoffload_solver.emulated import bare
 from lmoffload_solver.plan import KernelsPlan, Plan, kept_model
 from lmoffload_solver.workload import Limits, Workload
 
@@ -69,7 +70,8 @@ def require_importance(planned: ModelPlan, text: Text, tell: Tell) -> None:
         return
     tell("Weights are rounded to 4 bits for the first time: measuring what their columns count.")
     try:
-        importance_of(model, Machine(planned.machine, is_here=True), planned.plan.limits, text)
+        machine, limits = bare(planned.machine, planned.plan.limits)
+        importance_of(model, Machine(machine, is_here=True), limits, text)
     except InfeasibleError as error:
         tell(f"They are rounded to the nearest instead, which loses more, because the model as it is stored cannot be run: {error}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lmoffload.errors import UsageError
 from lmoffload.units import parse_duration, parse_size, parse_size_or_share
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.workload import Limits
 
 
@@ -17,8 +18,10 @@ def limits_of(
     micro_batch: int | None = None,
     num_micro_batches: int | None = None,
     solve_time: str | None = None,
+    emulate_device: str | None = None,
 ) -> Limits:
-    """Limits from sizes ("4GiB", "500MB"), a share of the weights ("40%"), a duration ("30s") and counts.
+    """Limits from sizes ("4GiB", "500MB"), a share of the weights ("40%"), a duration ("30s"), a device ("512MiB@2GB/s")
+    and counts.
 
     Raises:
         UsageError: a value has no meaning.
@@ -39,8 +42,24 @@ def limits_of(
         disk_space_bytes=None if disk_space is None else parse_size(disk_space),
         weights_memory_bytes=weights_bytes,
         weights_memory_share=weights_share,
+        emulated_device=None if emulate_device is None else emulated_device_of(emulate_device),
         threads=threads,
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
     )
     return given if solve_time is None else given.model_copy(update={"solve_s": parse_duration(solve_time)})
+
+
+def emulated_device_of(text: str) -> EmulatedDevice:
+    """A device from its memory and the rate of its link each way, such as "512MiB@2GB/s".
+
+    Raises:
+        UsageError: the text is none.
+    """
+    memory, at, rate = text.partition("@")
+    if not at or not rate.endswith("/s"):
+        raise UsageError(f"{text!r} is no device; write its memory and the rate of its link, such as 512MiB@2GB/s.")
+    num_bytes, bytes_per_s = parse_size(memory), parse_size(rate.removesuffix("/s"))
+    if not num_bytes or not bytes_per_s:
+        raise UsageError(f"The device {text!r} has no memory or no link; give both a size above 0.")
+    return EmulatedDevice(memory_bytes=num_bytes, bytes_per_s=float(bytes_per_s))

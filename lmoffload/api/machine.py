@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ from lmoffload.documents import check_place
 from lmoffload.profiler.apart import measure_disk_apart, profile_apart
 from lmoffload.profiler.limits import disk_of
 from lmoffload.profiler.store import default_profile_path, load_profile, save_profile
+from lmoffload_solver.accelerator import EmulatedDevice
+from lmoffload_solver.emulated import emulated
 from lmoffload_solver.machine import MachineProfile
 
 if TYPE_CHECKING:
@@ -26,6 +28,14 @@ class Machine:
     is_here: bool
     place: str | None = None
     """The file or name of the profile; None for this machine's own."""
+
+    def emulating(self, device: EmulatedDevice | None) -> Machine:
+        """The same with a device emulated on it.
+
+        Raises:
+            StatedError: it has a device, or not the memory for one.
+        """
+        return self if device is None else replace(self, profile=emulated(self.profile, device))
 
     def disk_for(self, path: Path | None) -> str | None:
         """The measured file system that holds `path`; None, for the first one measured, where the profile does not know it."""

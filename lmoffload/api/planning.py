@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -77,10 +77,12 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     """
     from lmoffload_solver.search import solve
 
-    profile, file_system = machine.profile, machine.disk_for(model.path)
-    if machine.is_here and profile.accelerator is not None:
-        raise UsageError(f"Plans for a device cannot be run yet, and {profile.name} has one; plan for it with `lmoffload plan`.")
-    as_now = _as_found_now(profile) if machine.is_here else profile
+    file_system = machine.disk_for(model.path)
+    if machine.is_here and machine.profile.accelerator is not None:
+        name = machine.profile.name
+        raise UsageError(f"Plans for a device cannot be run yet, and {name} has one; plan for it with `lmoffload plan`.")
+    now = replace(machine, profile=_as_found_now(machine.profile)) if machine.is_here else machine
+    profile, as_now = machine.emulating(limits.emulated_device).profile, now.emulating(limits.emulated_device).profile
     if asked is not None and (asked.policy_file is not None or asked.policy != "optimal"):
         plan: Plan | None = _by_policy(model, as_now, workload, limits, asked, file_system)
     else:
@@ -117,6 +119,7 @@ def read_plan(path: Path, model: Model, machine: Machine) -> ModelPlan:
         StatedError: the file is no plan, was made for another model or machine, or does not hold on them.
     """
     plan = read_value(Plan, path, "plan")
+    machine = machine.emulating(plan.limits.emulated_device)
     _require_same(path, "model", plan.model, model.shape.name, model.digest)
     _require_same(path, "machine or another profile of it", plan.machine, machine.profile.name, machine.profile.fingerprint())
     if machine.is_here or machine.profile.accelerator is None:
@@ -143,12 +146,13 @@ def _require_measured(path: Path, plan: Plan, profile: MachineProfile) -> None:
 
 
 def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
-    """The plan was made with what the machine had then; this is now.
+    """The plan was made with what the machine had then; this is now. An emulated device's memory is this process's too.
 
     Raises:
         InfeasibleError: it needs more memory or cores than this process may use.
     """
-    needed, usable = peak(shape, plan), memory_of_process()
+    needed = peak(shape, plan) if plan.limits.emulated_device is None else sum(plan.predicted.peak_bytes[t] for t in ("device", "host"))
+    usable = memory_of_process()
     if needed > usable:
         raise InfeasibleError(
             f"The plan {path} needs {format_bytes(needed)} of memory, and this process may use {format_bytes(usable)} now: plan again."
@@ -156,6 +160,11 @@ def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
     threads, cores = plan.threads["compute"], read_limits().cores
     if threads > cores:
         raise InfeasibleError(f"The plan {path} has {threads} compute threads, and this process may use {cores} cores now: plan again.")
+
+
+def has_room(plan: Plan, shape: ModelShape) -> bool:
+    """Whether this process may use now what a plan needs."""
+    return peak(shape, plan) <= memory_of_process() and plan.threads["compute"] <= read_limits().cores
 
 
 def check_fits(workload: Workload, plan: Plan) -> None:

@@ -13,7 +13,7 @@ from lmoffload_solver.model import ModelShape
 from lmoffload_solver.workload import Workload
 
 if TYPE_CHECKING:
-    from lmoffload.jobs.job import Job
+    from lmoffload.jobs.job import Job, Options
     from lmoffload.jobs.text import Text
 
 
@@ -36,6 +36,20 @@ class Work:
     @property
     def is_synthetic(self) -> bool:
         return self.num_prompts is not None or self.prompt_len is not None
+
+    @property
+    def options(self) -> Options:
+        """What holds for every line that does not say otherwise."""
+        from lmoffload.executor import Sampling
+        from lmoffload.jobs.job import Options
+
+        sampling = Sampling(self.temperature, self.top_p, self.top_k, self.seed)
+        return Options(self.gen_len or DEFAULT_GEN_LEN, sampling, self.stop)
+
+    @property
+    def source(self) -> str:
+        """Where the prompts come from, in words."""
+        return "synthetic prompts" if self.input_file is None else str(self.input_file)
 
     def check(self) -> None:
         """Raises:
@@ -84,12 +98,10 @@ class Work:
         Raises:
             StatedError: the file cannot be read, or the one text cannot be encoded.
         """
-        from lmoffload.executor import Sampling
-        from lmoffload.jobs.job import Options, job_of_lines, synthetic_job
+        from lmoffload.jobs.job import job_of_lines, synthetic_job
         from lmoffload.jobs.lines import line_of_prompt, read_lines
 
-        sampling = Sampling(self.temperature, self.top_p, self.top_k, self.seed)
-        options = Options(self.gen_len or DEFAULT_GEN_LEN, sampling, self.stop)
+        options = self.options
         if self.input_file is not None:
             return job_of_lines(read_lines(self.input_file), text, shape, options)
         if self.prompt is not None:

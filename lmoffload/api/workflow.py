@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +14,16 @@ from lmoffload.api.asking import Asked
 from lmoffload.api.machine import machine_of
 from lmoffload.api.model import open_model
 from lmoffload.api.planning import ModelPlan, NoPlanError, read_plan, require_room, solve_for
+from lmoffload.api.resuming import begin, left_of, manifest_of, plan_again
 from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.api.work import Work
 from lmoffload.documents import check_place, require_distinct, write_whole
 from lmoffload.errors import StatedError, UsageError
 from lmoffload.report.plan import infeasible_document
-from lmoffload.report.progress import ProgressBar, RunProgress
+from lmoffload.report.progress import BINDS, ProgressBar, RunProgress
 from lmoffload.report.run import run_line, run_tables
 from lmoffload.report.tables import show
+from lmoffload.units import format_number, format_seconds
 from lmoffload_solver.plan import Named
 from lmoffload_solver.value import Quality, Value
 from lmoffload_solver.workload import Limits
@@ -28,15 +31,18 @@ from lmoffload_solver.workload import Limits
 if TYPE_CHECKING:
     from lmoffload.executor import Progress as Step
     from lmoffload.jobs.job import Job
+    from lmoffload.jobs.output import JobOutput
     from lmoffload.jobs.results import Result
     from lmoffload.jobs.text import Text
     from lmoffload.profiler.progress import Progress
     from lmoffload_solver.report import RunReport
 
+MOST_NICE = 19
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Files of a run."""
+    """Files of a run, and how it behaves among others."""
 
     plan_file: Path | None = None
     machine: str | None = None
@@ -45,6 +51,7 @@ class RunOptions:
     restart: bool = False
     report_file: Path | None = None
     trace_file: Path | None = None
+    nice: int | None = None
 
 
 def plan_work(
@@ -88,13 +95,27 @@ def plan_work(
 
 
 def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: ProgressBar, tell: Tell = tell_on_stderr) -> bool:
-    """Complete the work; returns False when some lines failed.
+    """Complete the work, or what is left of it where the output file has the beginning; returns False when some lines failed.
 
     Raises:
         NoPlanError: no plan exists; nothing was run.
-        StatedError: something cannot be read or written; nothing was written unless results were finished before.
+        StatedError: something cannot be read or written, or the output is of another job; nothing was written unless results were
+            finished before.
     """
     _check_run(work, limits, options)
+    if options.nice is not None:
+        os.nice(options.nice)
+    if options.output is None:
+        return _run_work(name, work, limits, options, None, bar, tell)
+    from lmoffload.jobs.output import JobOutput
+
+    with JobOutput(options.output, options.restart) as output:
+        return _run_work(name, work, limits, options, output, bar, tell)
+
+
+def _run_work(
+    name: str, work: Work, limits: Limits, options: RunOptions, output: JobOutput | None, bar: ProgressBar, tell: Tell
+) -> bool:
     model = open_model(name)
     checkpoint = model.require_checkpoint()
     for remark in checkpoint.remarks:
@@ -110,11 +131,19 @@ def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: Pr
     from lmoffload.jobs.text import Text
 
     text = Text(checkpoint)
-    job = work.job(text, model.shape)
+    job, begun = work.job(text, model.shape), None
+    if output is not None:
+        job, begun = left_of(job, manifest_of(model, work, job), output, tell)
+        if not job.num_lines:
+            return True
+    if planned is None and begun is not None and job.requests:
+        planned = plan_again(begun, model, machine, limits, options.quality)
     if planned is None and job.requests:
         planned = solve_for(model, machine, Asked(quality=options.quality).of(job.workload), limits)
         _tell_in_short(planned.plan.remarks, tell)
-    return _complete(work, options, planned, job, text, bar, tell)
+    if output is not None and begun is not None:
+        begin(output, begun, job, None if planned is None else planned.plan)
+    return _complete(work, options, planned, job, text, output, bar, tell)
 
 
 def write_document(value: Value, path: Path, what: str) -> None:
@@ -128,7 +157,7 @@ def write_document(value: Value, path: Path, what: str) -> None:
 
 def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
     """Refuse what can be refused before anything is opened. Writes nothing."""
-    from lmoffload.jobs.output import check_output
+    from lmoffload.jobs.manifest import manifest_place
 
     work.check()
     work.require_prompts()
@@ -139,63 +168,91 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
     if options.restart and options.output is None:
         raise UsageError("--restart belongs to --output.")
     if options.output is not None:
-        check_output(options.output, options.restart)
+        check_place(options.output, "output file")
+    if options.nice is not None and not 0 <= options.nice <= MOST_NICE:
+        raise UsageError(f"The number given for nice is {options.nice}; it must be at least 0 and at most {MOST_NICE}.")
     if options.report_file is not None:
         check_place(options.report_file, "report")
     if options.trace_file is not None:
         check_place(options.trace_file, "trace")
     require_distinct(
-        [("--output", options.output), ("--report", options.report_file), ("--trace", options.trace_file)],
+        [
+            ("--output", options.output),
+            ("the manifest of --output", None if options.output is None else manifest_place(options.output)),
+            ("--report", options.report_file),
+            ("--trace", options.trace_file),
+        ],
         [("--input", work.input_file), ("--plan", options.plan_file)],
     )
 
 
 def _complete(
-    work: Work, options: RunOptions, planned: ModelPlan | None, job: Job, text: Text, bar: ProgressBar, tell: Tell
+    work: Work,
+    options: RunOptions,
+    planned: ModelPlan | None,
+    job: Job,
+    text: Text,
+    output: JobOutput | None,
+    bar: ProgressBar,
+    tell: Tell,
 ) -> bool:
-    """Run the job and write its results; `planned` is None where no line can be run."""
-    from lmoffload.jobs.results import Result, ResultWriter
+    """Run the job and write its results; `planned` may be None where no line can be run."""
+    from lmoffload.jobs.results import Result
 
     failed = 0
-    with ResultWriter(options.output, options.restart) as writer:
 
-        def keep(result: Result) -> None:
-            nonlocal failed
-            failed += result.finish_reason == "error"
-            if work.prompt is None:
-                writer.write(result)
-            elif result.error is not None:
-                raise StatedError(result.error)
-            else:
-                sys.stdout.write(result.completion + "\n")
-
-        if planned is None:
-            for line in job.bad_lines:
-                keep(Result.of_bad_line(line))
+    def keep(result: Result) -> None:
+        nonlocal failed
+        failed += result.finish_reason == "error"
+        if output is not None:
+            output.write(result)
+        elif work.prompt is None:
+            sys.stdout.write(result.model_dump_json() + "\n")
+            sys.stdout.flush()
+        elif result.error is not None:
+            raise StatedError(result.error)
         else:
-            _tell_end(work, _run(planned, job, text, keep, bar, tell, options))
+            sys.stdout.write(result.completion + "\n")
+
+    if planned is None or not job.requests:
+        for line in job.bad_lines:
+            keep(Result.of_bad_line(line))
+    else:
+        _tell_end(work, _run(planned, job, text, keep, output, bar, tell, options))
     if failed:
-        tell(f"{failed} of {len(job.requests) + len(job.bad_lines)} lines failed; their results say why.")
+        tell(f"{failed} of {job.num_lines} lines failed; their results say why.")
     return not failed
 
 
 def _run(
-    planned: ModelPlan, job: Job, text: Text, keep: Callable[[Result], None], bar: ProgressBar, tell: Tell, options: RunOptions
+    planned: ModelPlan,
+    job: Job,
+    text: Text,
+    keep: Callable[[Result], None],
+    output: JobOutput | None,
+    bar: ProgressBar,
+    tell: Tell,
+    options: RunOptions,
 ) -> RunReport:
     from lmoffload.api.engine import Engine
+    from lmoffload.executor.pace import TokenSeconds
+    from lmoffload.jobs.memory_watch import MemoryWatch
 
-    predicted = planned.plan.predicted
-    progress = RunProgress(bar, predicted.prefill_s, predicted.decode_s)
+    watch = MemoryWatch(planned.plan.predicted.peak_bytes.get("host", 0))
+    progress = RunProgress(bar)
 
-    def show_step(step: Step) -> None:
-        progress.show(
-            steps_done=step.step + 1, num_steps=step.num_steps, blocks_done=step.block, num_blocks=step.num_blocks,
-            tokens=step.tokens_generated, elapsed_s=step.elapsed_s,
-        )  # fmt: skip
+    def after_step(step: Step) -> None:
+        progress.show(step)
+        if output is not None:
+            output.sync()
 
+    if output is not None:
+        costs = TokenSeconds.of(planned.plan)
+        seconds = format_seconds(sum(costs.seconds(request) for request in job.requests))
+        tell(f"Planned: {format_number(len(job.requests), 'prompt')} in {seconds} at most; {BINDS.get(planned.plan.binding)} binds.")
     bar.say("loading the weights")
     with Engine(planned, text=text, tell=tell, on_store=bar.show_store(), keep_spans=options.trace_file is not None) as engine:
-        engine.run(job, keep, show_step)
+        engine.run(job, keep, after_step, watch.short)
         report = engine.report()
         if options.trace_file is not None:
             write_whole(options.trace_file, json.dumps(engine.trace(job.workload)) + "\n", "trace")

@@ -63,11 +63,25 @@ GenLen = Annotated[
 ]
 HostMemory = Annotated[
     str | None,
-    typer.Option("--host-memory", metavar="SIZE", help="Memory of the whole process, such as 4GiB or 500MB.", rich_help_panel=LIMITS),
+    typer.Option(
+        "--host-memory",
+        metavar="SIZE",
+        help="Memory of the whole process, such as 4GiB or 500MB; an emulated device's comes on top.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 DeviceMemory = Annotated[
     str | None,
     typer.Option("--device-memory", metavar="SIZE", help="Memory of the device that may be used.", rich_help_panel=LIMITS),
+]
+EmulateDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--emulate-device",
+        metavar="MEMORY@RATE",
+        help="Emulate a device with so much memory behind a link of that rate each way, such as 512MiB@2GB/s.",
+        rich_help_panel=LIMITS,
+    ),
 ]
 DiskSpace = Annotated[
     str | None,

@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from lmoffload.cli.options import (
+    LIMITS,
     SAMPLING,
     WORK,
     Debug,
+    EmulateDevice,
     GenLen,
     HostMemory,
     Input,
@@ -33,9 +35,13 @@ def run(
     quality: Quality = "exact",
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="Write the results here, as JSON lines, instead of to standard output."),
+        typer.Option(
+            "--output",
+            metavar="FILE",
+            help="Write the results here, as JSON lines. Where a run of the same job has ended early, the next goes on with it.",
+        ),
     ] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Replace the output file if there is one.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Write the output file anew instead of going on with it.")] = False,
     report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the prediction and the measurement here.")] = None,
     trace: Annotated[
         Path | None,
@@ -53,8 +59,13 @@ def run(
     prompt_len: PromptLen = None,
     gen_len: GenLen = None,
     host_memory: HostMemory = None,
+    emulate_device: EmulateDevice = None,
     weights_memory: WeightsMemory = None,
     threads: Threads = None,
+    nice: Annotated[
+        int | None,
+        typer.Option("--nice", metavar="N", help="Leave processors to others: 19 takes what nobody else wants.", rich_help_panel=LIMITS),
+    ] = None,
     micro_batch: MicroBatch = None,
     num_micro_batches: NumMicroBatches = None,
     temperature: Annotated[
@@ -98,13 +109,14 @@ def run(
     limits = limits_of(
         host_memory=host_memory,
         weights_memory=weights_memory,
+        emulate_device=emulate_device,
         threads=threads,
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
     )
     options = RunOptions(
         plan_file=plan, machine=machine, quality=asked_of(quality=quality).quality, output=output, restart=restart,
-        report_file=report, trace_file=trace,
+        report_file=report, trace_file=trace, nice=nice,
     )  # fmt: skip
     with ProgressBar() as bar:
         all_done = run_work(model, work, limits, options, bar)

@@ -17,9 +17,11 @@ from lmoffload.executor.reader import DiskReader, Reading
 from lmoffload.executor.row import Row
 from lmoffload.executor.spill import Writing
 from lmoffload.executor.staged_kv import StagedKV
+from lmoffload.executor.waiting import Waiting
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.linear import KERNELS
 from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Plan, kernel_for
 from lmoffload_solver.schedule import Task, Unit, block_tasks
 
@@ -50,12 +52,16 @@ class BlockRunner:
     def run(
         self,
         batches: Sequence[MicroBatch],
-        num_steps: int,
-        full: bool,
-        stop_ids: frozenset[int],
-        decode: Callable[[Sequence[int]], str] | None,
+        full: bool = False,
+        stop_ids: frozenset[int] = frozenset(),
+        decode: Callable[[Sequence[int]], str] | None = None,
+        waiting: Waiting | None = None,
+        short: Callable[[], bool] = lambda: False,
     ) -> Iterator[tuple[int, list[Row]]]:
-        """Run one block; after every step, (step, rows that finished with it).
+        """Run one block until all its rows have finished; after every step, (step, rows that finished with it).
+
+        full: it is as large as the largest. stop_ids: tokens that end a row. decode: text of tokens, for stop strings. waiting: rows that
+        take the places of those that finish before others. short: asked after every step whether memory is; some rows then go back to wait.
 
         No gradient is recorded; the context is entered around each resumption, outside the greenlets, whose torch state is this thread's.
         """
@@ -64,14 +70,28 @@ class BlockRunner:
             try:
                 for batch in batches:
                     batch.allocate()
-                tasks = block_tasks(self._units, num_steps, len(batches), self._plan.prefetch_depth, staged.spilled)
-                yield from self._steps(walk, tasks, batches, full, stop_ids, decode)
+                tasks = block_tasks(self._units, walk.num_steps, len(batches), self._plan.prefetch_depth, staged.spilled)
+                for step, finished in self._steps(walk, tasks, batches, full, stop_ids, decode):
+                    yield step, finished
+                    if waiting is not None:
+                        self._change(batches, waiting, short)
+                    walk.step_ended(step)
             finally:
                 self._reader.discard()
                 walk.close()
                 for batch in batches:
                     batch.abandon()
                     batch.release()
+
+    def _change(self, batches: Sequence[MicroBatch], waiting: Waiting, short: Callable[[], bool]) -> None:
+        """Between two steps rows go and come."""
+        if all(batch.done for batch in batches):
+            return
+        if short():
+            waiting.shrink(batches)
+        elif not waiting.fill(batches):
+            return
+        self._meter.keep_spans = False  # nothing is predicted for what follows
 
     def _steps(
         self,
@@ -94,10 +114,13 @@ class BlockRunner:
             if batch.logits is not None:
                 finished += batch.take_tokens(stop_ids, decode)
                 self._meter.tokens += batch.tokens_taken
-                self._meter.decode_tokens += batch.tokens_taken if task.step else 0
+                self._meter.held_tokens += batch.tokens_held
+                self._meter.decode_tokens += batch.tokens_taken - batch.first_tokens_taken
             if task.unit == len(self._units) - 1 and task.micro_batch == len(batches) - 1:
                 now = time.perf_counter()
                 self._meter.step(task.step, now - step_begin, full)
+                self._meter.places += sum(len(batch.rooms) for batch in batches)
+                self._meter.room_tokens += sum(sum(batch.rooms) for batch in batches)
                 step_begin = now
                 self._meter.prompts += len(finished)
                 yield task.step, finished
@@ -127,6 +150,18 @@ class _Walk:
         self._computed = -1
         self._progress = threading.Condition()
         self._bound: tuple[int, int] | None = None
+        self._num_steps = 0
+        self._phase: Phase | None = None
+        self._since = 0.0
+        self.step_ended(-1)
+
+    def num_steps(self) -> int:
+        """Steps of the block, as far as is known: rows may end earlier, and others take their places."""
+        return self._num_steps
+
+    def step_ended(self, step: int) -> None:
+        """All rows have the tokens of this step, and those that come in are there."""
+        self._num_steps = step + 1 + max(batch.most_steps for batch in self._batches)
 
     def hand_over(self, task: Task) -> None:
         """Hand a transfer to its disk queue; a read waits there until its buffer is free."""
@@ -159,27 +194,41 @@ class _Walk:
         batch, unit = self._batches[task.micro_batch], runner._units[task.unit]
         self._await(task)
         if not batch.done:
-            begin = time.perf_counter()
+            begin = self._since = time.perf_counter()
             if self._bound != (task.step, task.unit):
                 runner._weights.bind(unit, task.slot)
                 self._bound = (task.step, task.unit)
-            prefill = task.step == 0
-            planned = runner._plan.kernels.prefill if prefill else runner._plan.kernels.decode
-            runner._runtime.kernel = partial(phase_kernel, planned)
             runner._runtime.batch = batch
             if task.kv_slot is not None:
                 self._staged.stage(task)
-            runner._meter.phase = "prefill" if prefill else "decode"
             if unit.kind == "embed":
-                reached: int | None = batch.begin(runner._model, runner._weights.table_rows, prefill)
-                runner._meter.forward(batch.num_forwards, batch.num_tokens, len(batch.active_rows))
+                reached: int | None = batch.begin(runner._model, runner._weights.table_rows, self._enter)
+                for forward in batch.forwards:
+                    runner._meter.forward(*forward)
+                runner._meter.padding_tokens += batch.padding
             else:
-                reached = batch.resume(unit.kind == "head")
+                reached = batch.resume(unit.kind == "head", self._enter)
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"
-            runner._meter.task(task, begin, time.perf_counter())
+            end = self._leave()
+            runner._meter.task(task, begin, end)
         with self._progress:
             self._computed = task.index
             self._progress.notify_all()
+
+    def _enter(self, phase: Phase) -> None:
+        """A forward of this phase goes on."""
+        self._leave()
+        runner, kernels = self._runner, self._runner._plan.kernels
+        runner._runtime.kernel = partial(phase_kernel, kernels.prefill if phase == "prefill" else kernels.decode)
+        runner._meter.phase = self._phase = phase
+
+    def _leave(self) -> float:
+        """Count what has been computed since the last forward of this task went on, or since its begin; returns the time."""
+        now = time.perf_counter()
+        if self._phase is not None:
+            self._runner._meter.computed(self._phase, now - self._since)
+            self._phase, self._since = None, now
+        return now
 
     def close(self) -> None:
         self._readings.clear()

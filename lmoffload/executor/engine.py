@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lmoffload.executor import process
-from lmoffload.executor.block import BlockRunner, phase_kernel
+from lmoffload.executor.block import BlockRunner
+from lmoffload.executor.checks import check_bytes, check_kernels, check_room, check_rows
+from lmoffload.executor.device_batch import DeviceBatch
+from lmoffload.executor.device_runner import DeviceRunner
+from lmoffload.executor.device_side import DeviceSide
 from lmoffload.executor.mean_squares import MeanSquares
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
-from lmoffload.executor.performed import performed
+from lmoffload.executor.pace import Pace
 from lmoffload.executor.reader import DiskReader
+from lmoffload.executor.reporting import run_report
 from lmoffload.executor.request import Completion, Progress, Request, Score
 from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
+from lmoffload.executor.tiered_weights import TieredWeights
+from lmoffload.executor.waiting import Waiting
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.decode_attention import decode_kernel
-from lmoffload.kernels.linear import KERNELS, verify_row_invariance
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
@@ -31,17 +37,12 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
-from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
+from lmoffload_solver.report import RunReport
 from lmoffload_solver.schedule import units_of
 from lmoffload_solver.soundness import check_plan
-from lmoffload_solver.value import Kind, Resource
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint, StoreProgress
-
-TASK_RESOURCE: Mapping[Kind, Resource] = {"read_weights": "disk_read", "compute": "host_compute", "store_kv": "disk_write"}
-"""A kind of task that has a resource of its own: the plan's busy seconds are its prediction. Loads share the disk with weights."""
-
 
 class Engine:
     """Runs one plan on one checkpoint.
@@ -76,7 +77,7 @@ class Engine:
             raise StatedError(f"The plan was made for the model {plan.model.name!r}, not for {checkpoint.shape.name!r}: make a new plan.")
         self._torch_threads = torch.get_num_threads()
         check_plan(checkpoint.shape, plan)
-        _check_kernels(plan)
+        check_kernels(plan)
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
         process.reset_peak()
         formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
@@ -88,26 +89,31 @@ class Engine:
         self._decode = decode
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
-        units = self.units = units_of(self.shape, plan)
+        self._device = DeviceSide.of(self.shape, plan)
+        units = self.units = units_of(self.shape, plan) if self._device is None else self._device.units
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)
         if plan.prefill_chunk is not None and follows_length(config):
             raise StatedError("This model's rotary embedding follows a prompt's length, so it is not cut: plan without prefill_chunk.")
         model = build_model(config)
         self.base_bytes = process.resident_bytes()
-        self._pool = Pool(plan.threads.get("compute", 1))
+        self._pool = Pool(plan.threads.get("compute", 1)) if self._device is None else self._device.pool
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
         try:
-            self.weights = WeightStore(checkpoint, plan, units, self._reader)
-            self._check_bytes()
+            self.weights: WeightStore | TieredWeights
+            if self._device is None:
+                self.weights = WeightStore(checkpoint, plan, units, self._reader)
+            else:
+                self.weights = self._device.weights(checkpoint, plan, self._reader)
+            check_bytes(self.weights, self.shape, plan)
             heads = tuple(unit.index for unit in units if unit.kind == "head")
             runtime = self._runtime = Runtime(self.weights, self._pool, heads, self.meter)
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
-            self._check_rows()
+            check_rows(self.shape, plan)
             decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
-            self._blocks = BlockRunner(model, units, plan, runtime, self.weights, self._reader, self.meter, self._kv_folder(cache))
+            self._blocks = self._runner(model, self._kv_folder(cache))
         except BaseException:
             self.close()
             raise
@@ -119,18 +125,21 @@ class Engine:
         requests: Sequence[Request],
         on_done: Callable[[Completion], None] | None = None,
         on_progress: Callable[[Progress], None] | None = None,
+        short: Callable[[], bool] = lambda: False,
     ) -> list[Completion]:
         """Complete every prompt; completions in the order of the requests.
 
-        Prompts are taken longest first, as the plan assumes, so that the first block needs the most memory. A request that cannot be run
-        (an empty prompt, a meaningless setting) becomes a completion with `error`.
+        Prompts are taken longest first, as the plan assumes, so that the first block needs the most memory; where the plan says so
+        (`Plan.refill`), they take the places of rows that finish before their block does. A request that cannot be run (an empty prompt,
+        a meaningless setting) becomes a completion with `error`.
 
         Args:
             on_done: called with each completion as soon as it is finished.
             on_progress: called after every step.
+            short: asked after every step whether memory is short: blocks then become smaller.
 
         Raises:
-            StatedError: the requests need more memory than the plan has, or a device failed.
+            StatedError: the requests need more memory than the plan has, memory is short for a single row, or a device failed.
         """
         done: dict[int, Completion] = {}
 
@@ -147,19 +156,29 @@ class Engine:
             except StatedError as error:
                 finish(index, Completion(request.id, (), len(request.token_ids), "error", str(error)))
         places = {id(row): index for index, row in rows}
-        longest_first = sorted((row for _, row in rows), key=lambda row: -len(row.tokens))
-        blocks = self._split(longest_first)
-        began = time.perf_counter()
-        for number, block in enumerate(blocks):
-            num_steps = max(row.request.max_new_tokens for batch in block for row in batch.rows)
-            full = sum(len(batch.rows) for batch in block) == sum(len(batch.rows) for batch in blocks[0])
-            for step, finished in self._blocks.run(block, num_steps, full, self._stop_ids, self._decode):
+
+        def restart(row: Row) -> None:
+            new = make_row(row.request, self._generation, self.shape.vocab_size)
+            row.sampler, row.tokens, row.generated = new.sampler, new.tokens, new.generated
+
+        most_rows = self.plan.micro_batch * self.plan.num_micro_batches
+        waiting = Waiting([row for _, row in rows], most_rows, self.plan.refill, restart)
+        first = len(waiting.first())
+        if self._device is None:
+            check_room(self.plan, self._block(waiting.first()))
+        pace = Pace(self.plan, [row for _, row in rows])
+        for number in count():
+            if not (block := self._block(waiting.take())):
+                break
+            full = sum(len(batch.rows) for batch in block) == first
+            for step, finished in self._blocks.run(block, full, self._stop_ids, self._decode, waiting, short):
                 for row in finished:
                     finish(places[id(row)], _completion(row))
                 if on_progress is not None:
-                    elapsed = time.perf_counter() - began
-                    on_progress(Progress(step, num_steps, number, len(blocks), self.meter.tokens, elapsed))
+                    on_progress(pace.after(step, number, block, finished, self.meter))
             self.meter.keep_spans = False
+        if waiting.places < most_rows:
+            self.remarks.append(f"Memory got short: blocks were made smaller, from {most_rows} prompts to {waiting.places}.")
         return [done[index] for index in range(len(requests))]
 
     def score(
@@ -176,7 +195,7 @@ class Engine:
         rows = [scored_row(text, num_decoded, self.shape.vocab_size) for text in texts]
         blocks, num_steps = self._split(rows, every_logit=True), max(1, num_decoded)
         for number, block in enumerate(blocks):
-            for step, _ in self._blocks.run(block, num_steps, False, frozenset(), None):
+            for step, _ in self._blocks.run(block):
                 on_progress((number + (step + 1) / num_steps) / len(blocks))
         return [Score.joined(row.scores) for row in rows]
 
@@ -192,7 +211,7 @@ class Engine:
         self._runtime.observe = found.add
         try:
             for number, block in enumerate(blocks, 1):
-                for _ in self._blocks.run(block, 1, False, frozenset(), None):
+                for _ in self._blocks.run(block):
                     pass
                 on_progress(number / len(blocks))
         finally:
@@ -204,45 +223,22 @@ class Engine:
         rows = [make_row(Request(str(i), tuple(prompt), 1), {}, self.shape.vocab_size) for i, prompt in enumerate(prompts)]
         kept: list[torch.Tensor] = []
         for block in self._split(rows, keep_logits=True):
-            for _ in self._blocks.run(block, 1, False, frozenset(), None):
+            for _ in self._blocks.run(block):
                 pass
             kept += [batch.kept_logits[0] for batch in block]
         return torch.cat(kept)
 
     def report(self) -> RunReport:
         """What has been run since the engine was opened, beside what was predicted."""
-        peak = process.peak_resident_bytes()
-        measured = self.meter.figures(peak, self.base_bytes)
-        predicted = self.plan.predicted
-        shared = {"disk_read"} if "load_kv" in self.meter.counts else set()
-        kinds = {kind: TASK_RESOURCE.get(kind) for kind in self.meter.counts}
-        work = performed(self.meter, self.shape, self.plan, self.units)
-        return RunReport(
-            plan=self.plan,
-            predicted=predicted,
-            measured=measured,
-            error=relative_errors(predicted, measured),
-            machine=self.plan.machine,
-            resident_bytes={"host": self.weights.resident_bytes + self.weights.vector_bytes},
-            bytes_read=self.bytes_read,
-            prompts_computed=self.meter.prompts,
-            tasks={
-                kind: TaskFigures(
-                    count=self.meter.counts[kind],
-                    predicted_s=None if resource is None or resource in shared else predicted.resources.get(resource),
-                    measured_s=self.meter.seconds[kind],
-                )
-                for kind, resource in kinds.items()
-            },
-            phases=phase_figures(work, None),
-            performed=work,
-            peak_rss_bytes=peak,
-            remarks=tuple(self.remarks),
-            versions={"torch": torch.__version__},
-        )
+        return run_report(
+            self.plan, self.shape, self.units, self.meter, self.weights, self._device,
+            base_bytes=self.base_bytes, bytes_read=self.bytes_read, remarks=self.remarks, reader=self._reader,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End every thread and give torch back its own; the engine cannot be used afterwards."""
+        if self._device is not None:
+            self._device.close()
         self._reader.close()
         self._pool.close()
         torch.set_num_threads(self._torch_threads)
@@ -259,25 +255,27 @@ class Engine:
         return process.bytes_read_from_disk() - self._bytes_read_before
 
     def _split(self, rows: Sequence[Row], *, every_logit: bool = False, keep_logits: bool = False) -> list[list[MicroBatch]]:
-        """Blocks of micro-batches, in the order given. Caches are allocated when a block begins."""
-        size, per_block = self.plan.micro_batch, self.plan.num_micro_batches
-        batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-        made = [
-            MicroBatch(i % per_block, batch, self.shape, self.plan, self._pool, every_logit, keep_logits)
-            for i, batch in enumerate(batches)
+        """Blocks of micro-batches, in the order given."""
+        size = self.plan.micro_batch * self.plan.num_micro_batches
+        return [
+            self._block(rows[at : at + size], every_logit=every_logit, keep_logits=keep_logits) for at in range(0, len(rows), size)
         ]
-        blocks = [made[i : i + per_block] for i in range(0, len(made), per_block)]
-        in_memory = max((sum(batch.cache_bytes for batch in block) for block in blocks), default=0)
-        on_disk = max((sum(s.num_bytes for batch in block for s in batch.spilled.values()) for block in blocks), default=0)
-        planned_bytes = self.plan.kv.bytes.get("host", 0), self.plan.kv.bytes.get("disk", 0)
-        for needed, planned, where in zip((in_memory, on_disk), planned_bytes, ("KV cache", "KV cache on the disk"), strict=True):
-            if needed > planned and not (every_logit or keep_logits):
-                longest = max(len(row.tokens) + row.request.max_new_tokens for row in rows)
-                raise StatedError(
-                    f"These prompts need {needed} bytes of {where} in a block where the plan has {planned}: "
-                    f"make a plan for prompts and completions of up to {longest} tokens."
-                )
-        return blocks
+
+    def _block(self, rows: Sequence[Row], *, every_logit: bool = False, keep_logits: bool = False) -> list[MicroBatch]:
+        """Micro-batches of the rows of one block. Caches are allocated when it begins."""
+        size = self.plan.micro_batch
+        kind = MicroBatch if self._device is None else DeviceBatch
+        return [
+            kind(number, rows[at : at + size], self.shape, self.plan, self._pool, every_logit, keep_logits)
+            for number, at in enumerate(range(0, len(rows), size))
+        ]
+
+    def _runner(self, model: Any, kv_folder: Path) -> BlockRunner | DeviceRunner:
+        if self._device is None:
+            assert isinstance(self.weights, WeightStore)
+            return BlockRunner(model, self.units, self.plan, self._runtime, self.weights, self._reader, self.meter, kv_folder)
+        assert isinstance(self.weights, TieredWeights)
+        return self._device.runner(model, self.shape, self.plan, self._runtime, self.weights, self._reader, self.meter, kv_folder)
 
     @staticmethod
     def _kv_folder(cache: Path | None) -> Path:
@@ -290,31 +288,6 @@ class Engine:
                 f"This model changes its rotary embedding at {self._switches_at} tokens, and the prompt of {length} would grow to {total}: "
                 f"ask for at most {self._switches_at - length} new tokens."
             )
-
-    def _check_bytes(self) -> None:
-        """Bytes in memory are the plan's, exactly: an option that was accepted but has no effect is a fault."""
-        planned = sum(size for tier, size in self.plan.weights.bytes.items() if tier != "disk")
-        got = self.weights.resident_bytes + self.weights.vector_bytes
-        if got != planned:
-            raise StatedError(f"The weights in memory take {got} bytes where the plan has {planned}: make a new plan.")
-
-    def _check_rows(self) -> None:
-        """Every kernel gives a row the same bits in any batch, for every shape of this model."""
-        checked = set()
-        for tensor in self.shape.tensors:
-            if not tensor.is_matrix:
-                continue
-            for kernel in {phase_kernel(self.plan.kernels.prefill, tensor.format), phase_kernel(self.plan.kernels.decode, tensor.format)}:
-                case = (kernel, tensor.format, tensor.shape[-1])
-                if case not in checked:
-                    checked.add(case)
-                    verify_row_invariance(kernel, tensor.format, min(tensor.shape[-2], 512), tensor.shape[-1])
-
-
-def _check_kernels(plan: Plan) -> None:
-    for kernel in (*plan.kernels.prefill.split("+"), *plan.kernels.decode.split("+")):
-        if kernel not in KERNELS:
-            raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(KERNELS)}: make a new plan.")
 
 
 def _completion(row: Row) -> Completion:

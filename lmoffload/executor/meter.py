@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Predicted
+from lmoffload_solver.report import Waste
 from lmoffload_solver.schedule import Task
-from lmoffload_solver.value import Kind, Resource
+from lmoffload_solver.value import Kind, Resource, Tier
 
 if TYPE_CHECKING:
     from lmoffload.kernels.matrix import Matrix
@@ -83,6 +84,12 @@ class Meter:
     counts: dict[Kind, int] = field(default_factory=dict)
     seconds: dict[Kind, float] = field(default_factory=dict)
     busy: dict[Resource, float] = field(default_factory=dict)
+    pairs: set[tuple[Kind, Resource]] = field(default_factory=set)
+    """Kinds of tasks with the resources that they ran on."""
+    overlapped_s: float = 0.0
+    """In which at least two resources worked."""
+    control_s: float = 0.0
+    """Of the thread that hands tasks over, working."""
     prefill_s: float = 0.0
     decode_s: float = 0.0
     num_full_steps: int = 0
@@ -92,6 +99,14 @@ class Meter:
     decode_tokens: int = 0
     """Tokens but each row's first, which the prefill gives."""
     prompts: int = 0
+    padding_tokens: int = 0
+    """Computed and nobody's."""
+    places: int = 0
+    """Of blocks, in every step; `tokens` of them were taken by a row that computed."""
+    room_tokens: int = 0
+    """Of keys and values, in every step."""
+    held_tokens: int = 0
+    """Of them those with keys and values of a row that computed."""
     phase: Phase = "prefill"
     """Of what computes now."""
     reads: dict[tuple[Phase, int], Sum] = field(default_factory=dict)
@@ -110,13 +125,30 @@ class Meter:
         self.counts[task.kind] = self.counts.get(task.kind, 0) + 1
         self.seconds[task.kind] = self.seconds.get(task.kind, 0.0) + end_s - begin_s
         self.busy[task.resource] = self.busy.get(task.resource, 0.0) + end_s - begin_s
-        phase: Phase = "decode" if task.step else "prefill"
+        self.pairs.add((task.kind, task.resource))
         if task.kind == "read_weights":
-            self.reads.setdefault((phase, task.unit), Sum()).add(end_s - begin_s)
-        elif task.kind == "compute":
-            self.compute_s[phase] = self.compute_s.get(phase, 0.0) + end_s - begin_s
+            self.reads.setdefault(("decode" if task.step else "prefill", task.unit), Sum()).add(end_s - begin_s)
         if self.keep_spans:
             self.spans.append(Span(task, begin_s, end_s))
+
+    def together(self, spans: Sequence[tuple[float, float]]) -> None:
+        """Count the time in which at least two of these tasks, of resources that do one at a time, ran: (begin_s, end_s) of each."""
+        edges = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+        running, since = 0, 0.0
+        for at, change in edges:
+            if running >= 2:
+                self.overlapped_s += at - since
+            running, since = running + change, at
+
+    def resource_of(self, kind: Kind) -> Resource | None:
+        """The resource that did this kind of tasks and nothing else; None where there is none."""
+        (resource, *more) = [resource for other, resource in self.pairs if other == kind]
+        alone = not more and all(other == kind for other, used in self.pairs if used == resource)
+        return resource if alone else None
+
+    def computed(self, phase: Phase, seconds: float) -> None:
+        """Count what of a compute task fell to forwards of a phase: prompts may join while others decode."""
+        self.compute_s[phase] = self.compute_s.get(phase, 0.0) + seconds
 
     def product(self, kernel: str, matrix: Matrix, rows: int, seconds: float) -> None:
         """Count a product with a matrix; see `modeling.runtime.Watch`."""
@@ -131,10 +163,10 @@ class Meter:
         key = (self.phase, layer, about(self._attended.tokens // self._attended.sequences))
         self.attentions[key] = self.attentions.get(key, Attended()).with_more(self._attended._replace(seconds=seconds))
 
-    def forward(self, number: int, tokens: int, rows: int) -> None:
-        """Count the beginning of a micro-batch's forwards (one, or one for each chunk) over so many tokens, padding included, and rows."""
-        seen = self.forwards.get(self.phase, Forwards())
-        self.forwards[self.phase] = Forwards(seen.number + number, seen.tokens + tokens, seen.rows + rows)
+    def forward(self, phase: Phase, tokens: int, rows: int) -> None:
+        """Count the beginning of a forward of a micro-batch over so many tokens, padding included, and the rows that end in it."""
+        seen = self.forwards.get(phase, Forwards())
+        self.forwards[phase] = Forwards(seen.number + 1, seen.tokens + tokens, seen.rows + rows)
 
     def step(self, step: int, seconds: float, full: bool) -> None:
         """Count a step of a block; `full` when every micro-batch of a full block computed in it."""
@@ -146,7 +178,19 @@ class Meter:
             self.num_full_steps += 1
             self.full_steps_s += seconds
 
-    def figures(self, peak_bytes: int, base_bytes: int) -> Predicted:
+    @property
+    def waste(self) -> Waste | None:
+        """None where nothing was computed."""
+        computed = sum(seen.tokens for seen in self.forwards.values())
+        if not (computed and self.places and self.room_tokens):
+            return None
+        return Waste(
+            padding=self.padding_tokens / computed,
+            idle_places=1 - self.tokens / self.places,
+            unused_kv=1 - self.held_tokens / self.room_tokens,
+        )
+
+    def figures(self, peak_bytes: dict[Tier, int], base_bytes: int) -> Predicted:
         """The same quantities as a prediction, measured."""
         total = self.prefill_s + self.decode_s
         return Predicted(
@@ -157,6 +201,6 @@ class Meter:
             decode_tokens_per_s=self.decode_tokens / self.decode_s if self.decode_s else 0.0,
             step_s=self.full_steps_s / self.num_full_steps if self.num_full_steps else 0.0,
             resources=dict(self.busy),
-            peak_bytes={"host": peak_bytes},
+            peak_bytes=peak_bytes,
             base_bytes=base_bytes,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,26 +15,24 @@ import torch
 
 from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
-from lmoffload.executor.request import Score
 from lmoffload.executor.row import Row
 from lmoffload.kernels.attention import prefill_attention
 from lmoffload.kernels.decode_attention import decode_attention
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.bind import lookup
 from lmoffload_solver import counting
+from lmoffload_solver.costs import Phase
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Spilled
-
-SCORED_TOGETHER = 32
-"""Positions whose probabilities are computed at once: a copy of so many logits."""
 
 
 @dataclass(slots=True)
 class Forward:
     """The forward of one chunk, suspended between two units."""
 
+    phase: Phase
     packed: Packed
     thread: Any
     """Its greenlet."""
@@ -42,7 +40,8 @@ class Forward:
 
 
 class MicroBatch:
-    """Rows that are computed together."""
+    """Rows that are computed together. Each has a place, with room for as many tokens as the row that came first; when it has finished,
+    another that needs no more may take it."""
 
     def __init__(
         self,
@@ -59,45 +58,52 @@ class MicroBatch:
         self._layers = shape.layers
         self._formats = plan.kv.format
         self._on_disk = frozenset(layer for layer, number, tier in plan.kv.homes if tier == "disk" and number == index)
-        self._row_tokens = [len(row.tokens) + row.request.max_new_tokens for row in rows]
+        self.rooms = tuple(row.room for row in rows)
         self.cache: KVCache | None = None
         self._pool = pool
         self._token_multiple = counting.token_multiple(shape)
         self._every_logit = every_logit
         self._keep_logits = keep_logits
         self._prefill_chunk = plan.prefill_chunk
-        self._prefill = True
         self._forwards: list[Forward] = []
-        self._current: Packed | None = None
+        self._now: Forward | None = None
         self._carried: tuple[torch.Tensor, torch.Tensor] | None = None
         """Keys and values so far, at the layer being computed, of the row that the next chunk goes on with."""
         self.logits: torch.Tensor | None = None
+        self._ended: list[int] = []
+        """Places of the rows that `logits` are of."""
         self.attended_s = 0.0
         """Seconds of the last attention, storing keys and values left out."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
+        self.tokens_held = 0
+        """Keys and values that were kept for those rows then, in tokens."""
+        self.first_tokens_taken = 0
+        """Those of them that are their rows' first."""
         self.kept_logits: list[torch.Tensor] = []
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that this micro-batch's cache takes in memory."""
-        return kv_bytes([layer for i, layer in enumerate(self._layers) if i not in self._on_disk], self._row_tokens, self._formats)
+        return kv_bytes([layer for i, layer in enumerate(self._layers) if i not in self._on_disk], self.rooms, self._formats)
 
     @property
     def spilled(self) -> dict[int, Spilled]:
         """Keys and values on the disk, by layer."""
         formats = self._formats.key, self._formats.value
-        return {layer: counting.spilled(self._layers[layer], self._row_tokens, *formats) for layer in sorted(self._on_disk)}
+        return {layer: counting.spilled(self._layers[layer], self.rooms, *formats) for layer in sorted(self._on_disk)}
 
     def changed_pages(self, layer: int) -> list[tuple[int, int]]:
-        """Bytes [begin, end) of a layer's staging buffer that the current decode step has changed."""
-        assert self.cache is not None and self._current is not None
-        positions = np.asarray([piece.first for piece in self._current.pieces], dtype=np.int64)
-        return self.cache.layers[layer].pages(self._current.rows, positions)
+        """Bytes [begin, end) of a layer's staging buffer that the step under way has changed."""
+        assert self.cache is not None
+        pieces = [piece for forward in self._forwards for piece in forward.packed.pieces]
+        rows = np.concatenate([np.full(piece.end - piece.first, piece.row, dtype=np.int64) for piece in pieces])
+        positions = np.concatenate([np.arange(piece.first, piece.end, dtype=np.int64) for piece in pieces])
+        return self.cache.layers[layer].pages(rows, positions)
 
     def allocate(self) -> None:
         """Allocate the cache."""
-        self.cache = KVCache(self._layers, self._row_tokens, self._formats, self._on_disk)
+        self.cache = KVCache(self._layers, self.rooms, self._formats, self._on_disk)
 
     def release(self) -> None:
         """Drop the cache."""
@@ -105,25 +111,26 @@ class MicroBatch:
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
-        """Tokens [begin, end) of each row in the chunk being computed."""
-        assert self._current is not None
-        return self._current.segments
+        """Tokens [begin, end) of each row in the forward being computed."""
+        assert self._now is not None
+        return self._now.packed.segments
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
-        """(tokens attended to before, tokens with the newest) of each row in the chunk being computed."""
-        assert self._current is not None
-        return self._current.spans
+        """(tokens attended to before, tokens with the newest) of each row in the forward being computed."""
+        assert self._now is not None
+        return self._now.packed.spans
 
     @property
-    def num_forwards(self) -> int:
-        """Forwards of the current step: one, or one for each chunk."""
-        return len(self._forwards)
+    def forwards(self) -> list[tuple[Phase, int, int]]:
+        """Phase, tokens (padding included) and rows that end in it, of each forward of the step: of the rows that decode, and of the
+        prompts, whole or each chunk."""
+        return [(one.phase, len(one.packed.token_ids), len(one.packed.newest)) for one in self._forwards]
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the current step, padding included."""
-        return sum(len(forward.packed.token_ids) for forward in self._forwards)
+    def padding(self) -> int:
+        """Tokens of the step that are computed and are nobody's."""
+        return sum(len(one.packed.token_ids) - one.packed.segments[-1][1] for one in self._forwards)
 
     @property
     def done(self) -> bool:
@@ -135,36 +142,62 @@ class MicroBatch:
         return bool(self._forwards)
 
     @property
-    def active_rows(self) -> list[Row]:
-        return [row for row in self.rows if row.active]
+    def most_steps(self) -> int:
+        """Steps that its rows still take at most."""
+        return max((row.most_steps for row in self.rows if row.active), default=0)
 
-    def begin(self, model: Any, table_rows: Callable[[Sequence[int]], torch.Tensor], prefill: bool) -> int:
-        """Begin a step's forward; returns the first unit reached (after the embedding)."""
-        self._prefill, self.logits = prefill, None
-        rows, tokens = [i for i, row in enumerate(self.rows) if row.active], [row.tokens for row in self.rows]
-        if prefill:
-            chunks = pack_prompts(rows, tokens, self._prefill_chunk, self._token_multiple)
-        else:
-            chunks = [pack_newest(rows, tokens, self._token_multiple)]
+    @property
+    def free_places(self) -> list[int]:
+        """Places whose rows have finished."""
+        return [place for place, row in enumerate(self.rows) if not row.active]
+
+    def put(self, place: int, row: Row) -> None:
+        """Let a row that has not begun take a free place, between two steps."""
+        assert row.fresh and not self.rows[place].active and row.room <= self.rooms[place]
+        self.rows[place] = row
+
+    def evict(self) -> list[Row]:
+        """Give up the rows that have not finished, between two steps, and the memory."""
+        rows = [row for row in self.rows if row.active]
+        self.rows = []
+        self.release()
+        return rows
+
+    def begin(
+        self, model: Any, table_rows: Callable[[Sequence[int]], torch.Tensor], enter: Callable[[Phase], None] = lambda phase: None
+    ) -> int:
+        """Begin a step: a forward of the rows that decode, and one (or one for each chunk) of the prompts that are new. Returns the first
+        unit reached (after the embedding). enter: called before each forward."""
+        self.logits = None
         reached = None
-        for packed in chunks:
+        for phase, packed in self._packed():
+            enter(phase)
             input_ids = lookup(model, table_rows(packed.token_ids))
             num_tokens = packed.segments[-1][1]
             keep = torch.tensor(list(range(num_tokens)) if self._every_logit else packed.newest, dtype=torch.int64)
             options = {"input_ids": input_ids, "position_ids": torch.tensor([packed.positions]), "logits_to_keep": keep}
             thread = greenlet.greenlet(partial(_logits, model, options))
             thread.gr_context = contextvars.copy_context()
-            self._forwards.append(Forward(packed, thread))
-            self._current = packed
+            self._now = Forward(phase, packed, thread)
+            self._forwards.append(self._now)
             reached = int(thread.switch())
             lookup(model, torch.empty(0, model.config.hidden_size))  # the looked-up rows have been consumed
         assert reached is not None
         return reached
 
-    def resume(self, head: bool = False) -> int | None:
-        """Compute the unit at which the forward waits; returns the next one reached, or None at the end, with `logits` then set.
+    def _packed(self) -> Iterator[tuple[Phase, Packed]]:
+        tokens = [row.tokens for row in self.rows]
+        active = [place for place, row in enumerate(self.rows) if row.active]
+        if begun := [place for place in active if not self.rows[place].fresh]:
+            yield "decode", pack_newest(begun, tokens, self._token_multiple)
+        if fresh := [place for place in active if self.rows[place].fresh]:
+            for packed in pack_prompts(fresh, tokens, self._prefill_chunk, self._token_multiple):
+                yield "prefill", packed
 
-        head: the unit is (a piece of) the output head, which chunks that no row ends in do not need.
+    def resume(self, head: bool = False, enter: Callable[[Phase], None] = lambda phase: None) -> int | None:
+        """Compute the unit at which the step waits; returns the next one reached, or None at the end, with `logits` then set.
+
+        head: the unit is (a piece of) the output head, which chunks that no row ends in do not need. enter: as in `begin`.
         """
         if head:
             for forward in self._forwards:
@@ -173,7 +206,8 @@ class MicroBatch:
             self._forwards = [forward for forward in self._forwards if not forward.thread.dead]
         reached = None
         for forward in self._forwards:
-            self._current = forward.packed
+            enter(forward.phase)
+            self._now = forward
             result = forward.thread.switch()
             if forward.thread.dead:
                 forward.logits = result
@@ -182,7 +216,8 @@ class MicroBatch:
         if reached is None:
             found = [forward.logits for forward in self._forwards if forward.logits is not None]
             self.logits = found[0] if len(found) == 1 else torch.cat(found)
-            self._forwards = []
+            pieces = [piece for forward in self._forwards for piece in forward.packed.pieces]
+            self._ended, self._forwards = [piece.row for piece in pieces if piece.last], []
         return reached
 
     def abandon(self) -> None:
@@ -203,10 +238,9 @@ class MicroBatch:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of this micro-batch at a layer; see `modeling.runtime.Batch`."""
-        packed = self._current
-        assert packed is not None and self.cache is not None
-        cache = self.cache.layers[layer]
-        if self._prefill:
+        assert self._now is not None and self.cache is not None
+        packed, cache = self._now.packed, self.cache.layers[layer]
+        if self._now.phase == "prefill":
             for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
                 cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._pool)
             begin_s = time.perf_counter()
@@ -246,22 +280,25 @@ class MicroBatch:
         return out
 
     def take_tokens(self, stop_ids: frozenset[int], decode: Callable[[Sequence[int]], str] | None) -> list[Row]:
-        """Choose the next token of every active row from the logits; returns the rows that have finished with it.
+        """Choose the next token of every row from the logits; returns the rows that have finished with it.
 
         Raises:
             StatedError: the logits hold a NaN or an infinity.
         """
         assert self.logits is not None
-        rows, logits, self.logits = self.active_rows, self.logits, None
+        rows, logits, self.logits = [self.rows[place] for place in self._ended], self.logits, None
         least, most = torch.aminmax(logits)  # a NaN anywhere shows in both
         if not (torch.isfinite(least) and torch.isfinite(most)):
             raise StatedError("The model's logits are not finite: its weights or activations overflow in this precision.")
         if self._keep_logits:
             self.kept_logits.append(logits.clone())
         if self._every_logit:
-            self._take_scores(logits)
-            logits = logits[self._ends() - 1]
-        self.tokens_taken = len(rows)
+            parts = torch.split(logits, [len(row.tokens) if row.fresh else 1 for row in rows])
+            for row, part in zip(rows, parts, strict=True):
+                row.score(part)
+            logits = torch.stack([part[-1] for part in parts])
+        self.tokens_taken, self.first_tokens_taken = len(rows), sum(row.fresh for row in rows)
+        self.tokens_held = sum(len(row.tokens) for row in rows)
         likeliest = logits.argmax(dim=-1).tolist()
         finished = []
         for row, row_logits, first in zip(rows, logits, likeliest, strict=True):
@@ -269,40 +306,11 @@ class MicroBatch:
                 token = row.forced[len(row.generated)]
             else:
                 token = first if row.sampler.plain else row.sampler.next_token(row_logits, row.tokens)
-            row.tokens.append(token)
-            if token in stop_ids:
-                row.finish_reason = "stop"
-            else:
-                row.generated.append(token)
-                if row.request.stop and decode is not None and _contains(decode(row.generated), row.request.stop):
-                    row.finish_reason = "stop"
-                elif len(row.generated) >= row.request.max_new_tokens:
-                    row.finish_reason = "length"
+            row.take(token, stop_ids, decode)
             if not row.active:
                 finished.append(row)
         return finished
 
-    def _take_scores(self, logits: torch.Tensor) -> None:
-        """What each position of this step says of the token after it, where that is given, from the logits [T, vocabulary]."""
-        begin = 0
-        for row, end in zip(self.active_rows, self._ends().tolist(), strict=True):
-            known = len(row.tokens)
-            given = (*row.tokens, *row.forced[len(row.generated) :])[known - (end - begin) + 1 : known + 1]
-            for at in range(0, len(given), SCORED_TOGETHER):
-                targets = torch.tensor(given[at : at + SCORED_TOGETHER])
-                part = logits[begin + at : begin + at + len(targets)]
-                chosen = torch.log_softmax(part, dim=-1).gather(1, targets[:, None])[:, 0]
-                row.scores.append(Score(chosen, part.argmax(dim=-1)))
-            begin = end
-
-    def _ends(self) -> torch.Tensor:
-        """Where each active row's tokens of this step end, all rows one after another."""
-        return torch.tensor([len(row.tokens) if self._prefill else 1 for row in self.active_rows]).cumsum(0)
-
 
 def _logits(model: Any, options: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(use_cache=False, **options).logits[0]  # type: ignore[no-any-return]
-
-
-def _contains(text: str, stops: Sequence[str]) -> bool:
-    return any(stop in text for stop in stops)

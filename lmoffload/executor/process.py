@@ -34,6 +34,13 @@ def bytes_read_from_disk() -> int:
     return 0
 
 
+def thread_cpu_s(native_id: int) -> float:
+    """Seconds that a thread of this process has run on a core; 0 where the kernel does not say, or the thread has ended."""
+    with suppress(OSError, ValueError):
+        return int((_SELF / "task" / str(native_id) / "schedstat").read_text().split()[0]) / 1e9
+    return 0.0
+
+
 def _status(field: str) -> int:
     with suppress(OSError):
         for line in (_SELF / "status").read_text().splitlines():

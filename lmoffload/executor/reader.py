@@ -44,7 +44,11 @@ class DiskReader:
     def __init__(self, files: Sequence[Path], threads: int) -> None:
         self._files: dict[Path, ReadFile] = {path: DirectFile(path) for path in files}
         self._threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lmoffload-read")
+        self.native_ids: list[int] = []
+        """The kernel's numbers of the threads that read."""
+        self._pool = ThreadPoolExecutor(
+            threads, thread_name_prefix="lmoffload-read", initializer=lambda: self.native_ids.append(threading.get_native_id())
+        )
         self._queue: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._stop = threading.Event()
         self._server = threading.Thread(target=self._serve, name="lmoffload-disk", daemon=True)

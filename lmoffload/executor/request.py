@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from lmoffload_solver.value import Resource
+
 if TYPE_CHECKING:
     import torch
 
@@ -72,9 +74,15 @@ class Progress:
     """How far a job has come."""
 
     step: int
-    num_steps: int
-    """Steps of the current block: its prefill and decode steps."""
+    """Of the current block, 0 its prefill."""
     block: int
-    num_blocks: int
+    num_done: int
+    num_prompts: int
+    share: float
+    """Of the work, weighed by what the plan predicts for prompts and new tokens; of completions that end early, all of it when they do."""
+    predicted_s: float
+    """What the plan predicts for all of it."""
     tokens_generated: int
     elapsed_s: float
+    binds: Resource
+    """Has worked longest so far."""

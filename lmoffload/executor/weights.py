@@ -1,71 +1,30 @@
-"""The weights of a running plan: resident ones in slabs, streamed ones in ring buffers, table rows looked up."""
+"""The weights of a running plan without a device: resident ones in slabs, streamed ones in ring buffers."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-import torch
-
 from lmoffload.executor.buffers import Slab
-from lmoffload.executor.extents import Layout, Run, lay_out, stretches_of
+from lmoffload.executor.extents import Layout
 from lmoffload.executor.reader import DiskReader
-from lmoffload.kernels.matrix import Matrix, reference_widen
-from lmoffload_solver.formats import format_of, stored_bytes
-from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload.executor.stored_weights import StoredTensors, StoredWeights, num_rows
+from lmoffload.kernels.matrix import Matrix
+from lmoffload_solver.formats import stored_bytes
+from lmoffload_solver.model import TensorShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Piece, Unit, num_slots, slot_bytes
 
-TABLE_ROWS_AT_ONCE = 1024
-"""Rows of the embedding table that are widened at a time."""
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class StoredSource(Run, Protocol):
-    """The place of a tensor, with the order of its rows where the file keeps them in another; as one run, or in several of equal size."""
-
-    @property
-    def row_order(self) -> np.ndarray | None: ...
-    @property
-    def runs(self) -> Sequence[Run]: ...
-
-
-class StoredTensors(Protocol):
-    """What the executor asks of a checkpoint."""
-
-    @property
-    def shape(self) -> ModelShape: ...
-    def source(self, name: str) -> StoredSource: ...
-    def read_array(self, name: str) -> np.ndarray: ...
-
-
-class WeightStore:
-    """Finds the matrices of the unit that computes now."""
+class WeightStore(StoredWeights):
+    """Weights whose compute tier is host memory."""
 
     def __init__(self, tensors: StoredTensors, plan: Plan, units: tuple[Unit, ...], reader: DiskReader) -> None:
-        self._tensors = tensors
-        self._shape = tensors.shape
-        self._units = units
-        self._reader = reader
+        super().__init__(tensors, reader)
         streaming = [unit for unit in units if unit.streamed]
         self.ring = [Slab(slot_bytes(units)) for _ in range(num_slots(units, plan.prefetch_depth))]
-        self.layouts: dict[int, Layout] = {unit.index: self._lay_out(unit.streamed) for unit in streaming}
+        self.layouts: dict[int, Layout] = {unit.index: self.lay_out(unit.streamed) for unit in streaming}
         for unit in streaming:
             assert self.layouts[unit.index].num_bytes <= slot_bytes(units)
-        self._row_orders = {t.name: self._row_order(t) for t in self._shape.tensors if t.is_matrix}
-        self.resident_bytes = 0
         self._resident = self._load_resident(plan)
-        self._current: dict[str, tuple[Matrix, ...]] = {}
-        self._head: tuple[Matrix, int, int] | None = None
-        self.vectors = {t.name: self._mapped(t) if t.is_table else self._widened(t) for t in self._shape.tensors if not t.is_matrix}
-
-    @property
-    def vector_bytes(self) -> int:
-        """Stored bytes of the resident tensors that are no matrices; in memory they are fp32."""
-        return sum(stored_bytes(t.shape, t.format) for t in self._shape.tensors if not t.is_matrix and not t.is_table)
+        self._table = self._resident.get(self._shape.embedding.name, ())
 
     @property
     def ring_bytes(self) -> int:
@@ -77,71 +36,11 @@ class WeightStore:
         if slot is not None:
             layout, buffer = self.layouts[unit.index], self.ring[slot]
             for piece, runs in zip(unit.streamed, layout.piece_runs, strict=True):
-                self._current[piece.tensor] = self._matrices(piece, buffer, runs)
+                self._current[piece.tensor] = self.matrices_in(buffer.bytes, piece, runs)
         if unit.kind == "head":
             name = self._shape.head.name
             (matrix,) = self._current[name] if slot is not None else self._resident[name]
             self._head = (matrix, unit.first_row, unit.end_row)
-
-    def matrix(self, name: str) -> Matrix:
-        """The whole matrix of a parameter, resident or in the current ring buffer."""
-        (found,) = self._runs(name)
-        return found
-
-    def expert(self, name: str, index: int) -> tuple[Matrix, ...]:
-        """The matrix of one expert of a parameter, or those that its rows are split into."""
-        shape = self._shape.by_name[name].shape
-        runs, first = self._runs(name), index * shape[-2]
-        height, end = runs[0].n, first + shape[-2]
-        return tuple(
-            runs[i].rows(max(first - i * height, 0), min(end - i * height, height)) for i in range(first // height, -(-end // height))
-        )
-
-    def _runs(self, name: str) -> tuple[Matrix, ...]:
-        found = self._resident.get(name) or self._current.get(name)
-        assert found is not None, f"{name} is neither resident nor in the current buffer"
-        return found
-
-    def head_piece(self, unit: int) -> tuple[Matrix, int, int]:
-        """(matrix, first_row, end_row) of the head rows that `unit` computes."""
-        assert self._head is not None
-        return self._head
-
-    def table_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows.
-
-        Where rows are stored in tiles, whole tiles are read and widened, a few at a time.
-        """
-        table = self._shape.embedding
-        tile = format_of(table.format).tile_rows
-        ids = np.asarray(token_ids, dtype=np.int64)
-        out = torch.empty(len(ids), table.shape[-1])
-        wanted = np.unique(ids // tile)  # only the table's last tile is short, and it comes last
-        at_once = max(1, TABLE_ROWS_AT_ONCE // tile)
-        for first in range(0, len(wanted), at_once):
-            tiles = wanted[first : first + at_once]
-            places = np.flatnonzero((ids // tile >= tiles[0]) & (ids // tile <= tiles[-1]))
-            rows = np.searchsorted(tiles, ids[places] // tile) * tile + ids[places] % tile
-            out[torch.from_numpy(places)] = self._widened_tiles(table, tiles, tile)[torch.from_numpy(rows)]
-        return out
-
-    def _widened_tiles(self, table: TensorShape, tiles: np.ndarray, tile: int) -> torch.Tensor:
-        ranges = [(int(i) * tile, min(int(i + 1) * tile, _num_rows(table))) for i in tiles]
-        resident = self._resident.get(table.name)
-        if resident is not None:
-            data = [resident[0].rows(first, end).data for first, end in ranges]
-        else:
-            data = self._rows_on_disk(table, ranges)
-        gathered = Matrix(torch.cat(data), table.format, sum(end - first for first, end in ranges), table.shape[-1])
-        return reference_widen(gathered)
-
-    def _rows_on_disk(self, table: TensorShape, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        row_bytes = stored_bytes(table.shape[-1:], table.format)
-        pieces = [Piece(table.name, first, end, (end - first) * row_bytes) for first, end in ranges]
-        layout = self._lay_out(pieces)
-        buffer = Slab(layout.num_bytes)
-        self._reader.read(layout.extents, buffer)
-        return [buffer.bytes[place : place + num_bytes] for ((place, num_bytes),) in layout.piece_runs]
 
     def _load_resident(self, plan: Plan) -> dict[str, tuple[Matrix, ...]]:
         """Read every matrix with a home in memory, each file in the order of its bytes, one slab per decoder layer and one for the rest."""
@@ -151,53 +50,11 @@ class WeightStore:
                 groups.setdefault(tensor.layer, []).append(tensor)
         resident: dict[str, tuple[Matrix, ...]] = {}
         for tensors in groups.values():
-            pieces = [Piece(t.name, 0, _num_rows(t), stored_bytes(t.shape, t.format)) for t in tensors]
-            layout = self._lay_out(pieces)
+            pieces = [Piece(t.name, 0, num_rows(t), stored_bytes(t.shape, t.format)) for t in tensors]
+            layout = self.lay_out(pieces)
             slab = Slab(layout.num_bytes)
             self._reader.read(layout.extents, slab)
             self.resident_bytes += sum(piece.num_bytes for piece in pieces)
             for piece, runs in zip(pieces, layout.piece_runs, strict=True):
-                resident[piece.tensor] = self._matrices(piece, slab, runs)
+                resident[piece.tensor] = self.matrices_in(slab.bytes, piece, runs)
         return resident
-
-    def _lay_out(self, pieces: Sequence[Piece]) -> Layout:
-        return lay_out(
-            [stretches_of(p, self._tensors.source(p.tensor).runs, p.num_bytes // (p.end_row - p.first_row)) for p in pieces]
-        )
-
-    def _matrices(self, piece: Piece, slab: Slab, runs: Sequence[tuple[int, int]]) -> tuple[Matrix, ...]:
-        """The runs of a piece in a buffer, as matrices of its rows."""
-        tensor, order = self._shape.by_name[piece.tensor], self._row_orders[piece.tensor]
-        assert order is None or (piece.first_row, piece.end_row) == (0, _num_rows(tensor)), "a permuted matrix is never cut"
-        rows = (piece.end_row - piece.first_row) // len(runs)
-        return tuple(Matrix(slab.bytes[place : place + size], tensor.format, rows, tensor.shape[-1], order) for place, size in runs)
-
-    def _row_order(self, tensor: TensorShape) -> torch.Tensor | None:
-        order = self._tensors.source(tensor.name).row_order
-        return None if order is None else torch.from_numpy(np.ascontiguousarray(order))
-
-    def _mapped(self, tensor: TensorShape) -> torch.Tensor:
-        """A table in its stored precision, its rows read from the file as they are looked up."""
-        source = self._tensors.source(tensor.name)
-        size = stored_bytes(tensor.shape, tensor.format)
-        raw = np.memmap(source.file, np.uint8, "r", source.offset_bytes, (size,))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # the mapping is read-only, and so is every use of it
-            return torch.from_numpy(raw).view(TORCH_DTYPES[tensor.format]).view(tensor.shape)
-
-    def _widened(self, tensor: TensorShape) -> torch.Tensor:
-        raw = torch.from_numpy(np.array(self._tensors.read_array(tensor.name), dtype=np.uint8, copy=True).reshape(-1))
-        columns = tensor.shape[-1] if tensor.shape else 1
-        order = self._row_orders.get(tensor.name) if tensor.name in self._row_orders else self._row_order(tensor)
-        matrix = Matrix(raw, tensor.format, _num_rows(tensor), columns, order if len(tensor.shape) > 1 else None)
-        widened = reference_widen(matrix).reshape(tensor.shape)
-        return widened[order] if order is not None and len(tensor.shape) == 1 else widened
-
-
-
-
-def _num_rows(tensor: TensorShape) -> int:
-    rows = 1
-    for size in tensor.shape[:-1]:
-        rows *= size
-    return rows

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from lmoffload.errors import StatedError
 from lmoffload.executor.request import Request, Sampling
@@ -31,6 +31,16 @@ class Job:
     bad_lines: tuple[BadLine, ...] = ()
 
     @property
+    def num_lines(self) -> int:
+        return len(self.requests) + len(self.bad_lines)
+
+    def rest(self, finished: Collection[str], seed: int) -> Job:
+        """What is left when the lines with these ids are finished; requests without a seed get this one."""
+        left = [request for request in self.requests if request.id not in finished]
+        seeded = [replace(one, sampling=replace(one.sampling, seed=seed)) if one.sampling.seed is None else one for one in left]
+        return Job(tuple(seeded), self.bad_lines)
+
+    @property
     def workload(self) -> Workload:
         """What the planner needs to know of it.
 
@@ -41,7 +51,6 @@ class Job:
             raise StatedError(f"No prompt of the job can be run; the first error is: {self.bad_lines[0].error}")
         lengths = [len(request.token_ids) for request in self.requests]
         return Workload.of_lengths(lengths, max(request.max_new_tokens for request in self.requests))
-
 
     def require_sound(self) -> None:
         """Raises:

@@ -100,6 +100,11 @@ class Pool:
         if batch.error is not None:
             raise batch.error
 
+    @property
+    def native_ids(self) -> tuple[int, ...]:
+        """The kernel's numbers of the workers; the caller's own is not among them."""
+        return tuple(worker.native_id for worker in self._workers)
+
     def close(self) -> None:
         """End the workers; a closed pool runs nothing. Closing twice is allowed."""
         with self._running:
@@ -163,6 +168,11 @@ class _Worker:
         self._done.acquire()
         self._thread = threading.Thread(target=self._loop, args=(core,), name="lmoffload-compute", daemon=True)
         self._thread.start()
+
+    @property
+    def native_id(self) -> int:
+        assert self._thread.native_id is not None
+        return self._thread.native_id
 
     def rouse(self) -> None:
         """Have it look at the board."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -88,6 +89,7 @@ def bind(
         raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
     bind_rotary(model, runtime)
     bind_elementwise(model, runtime)
+    model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
 
@@ -145,10 +147,17 @@ def _bind_layers(layers: nn.ModuleList, runtime: Runtime, layer_units: tuple[int
 
 def _switching(forward: Callable[..., Any], runtime: Runtime, unit: int) -> Callable[..., Any]:
     def reach_then_forward(*args: Any, **kwargs: Any) -> Any:
+        if runtime.keep is not None:
+            runtime.keep(args[0] if args else kwargs["hidden_states"])
         runtime.reach(unit)
         return forward(*args, **kwargs)
 
     return reach_then_forward
+
+
+def _keep_last(runtime: Runtime, _module: nn.Module, _given: Any, output: Any) -> None:
+    if runtime.keep is not None:
+        runtime.keep(output[0])
 
 
 def _attentions(layer: nn.Module) -> list[nn.Module]:

@@ -89,6 +89,8 @@ class Runtime:
         """Linear kernel of the current phase for a stored format."""
         self.batch: Batch | None = None
         """The micro-batch that computes now."""
+        self.keep: Callable[[torch.Tensor], None] | None = None
+        """Is shown what a forward goes on with as it reaches a unit, [1, T, hidden]; at the output head, what its input was taken from."""
         self.observe: Callable[[str, torch.Tensor], None] | None = None
         """Is shown what each matrix of the layers is multiplied with, fp32 [T, K], padding left out; None: nothing watches."""
 

@@ -44,12 +44,12 @@ def measure_contention(
         session = Session.of(target, num_bytes, lambda what: None)
         read_alone = read_rate(session, READ_REQUEST_BYTES, read_threads, each_s)
         for format_name in FORMATS:
-            compute = _compute(pool, format_name)
+            compute = layer_product(pool, format_name)
             compute()  # compiles
-            compute_alone_s = _median_for(compute, each_s)
+            compute_alone_s = median_for(compute, each_s)
             with ThreadPoolExecutor(1) as reader:
                 reading = reader.submit(read_rate, session, READ_REQUEST_BYTES, read_threads, each_s)
-                compute_together_s = _median_for(compute, each_s)
+                compute_together_s = median_for(compute, each_s)
                 while not reading.done():  # the reader's rate must be one of computing all along
                     compute()
                 read_together = reading.result()
@@ -58,7 +58,7 @@ def measure_contention(
     return tuple(found)
 
 
-def _compute(pool: Pool, format_name: str) -> Callable[[], None]:
+def layer_product(pool: Pool, format_name: str) -> Callable[[], None]:
     """One layer-sized product with the format's fastest kernel for few rows."""
     import torch
 
@@ -74,7 +74,7 @@ def _compute(pool: Pool, format_name: str) -> Callable[[], None]:
     return compute
 
 
-def _median_for(action: Callable[[], None], seconds: float) -> float:
+def median_for(action: Callable[[], None], seconds: float) -> float:
     """Median seconds of an action repeated for a while."""
     end = time.perf_counter() + seconds
     times_s = [timed(action)]

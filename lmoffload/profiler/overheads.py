@@ -29,6 +29,8 @@ SMALL_KERNEL = "fused_dot"
 """The kernel that plans choose where few rows make fixed costs count."""
 ELEMENTWISE_TOKENS = (64, 128, 256, 512)
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS = 576, 1536, 9, 3
+WIDE = (2048, 5632, 32, 4)
+"""The same of a layer whose tensors soon leave the caches."""
 
 
 def measure_overheads(
@@ -40,9 +42,11 @@ def measure_overheads(
     laid on the calls.
     """
     from lmoffload.checkpoint import open_checkpoint
+    from lmoffload.profiler.copies import handover_s, waking
 
     tell("norms, rotary embedding, activation and residuals")
-    rate = elementwise_bytes_per_s(pools[-1], budget_s * 0.3)
+    rate = elementwise_bytes_per_s(pools[-1], budget_s * 0.2)
+    slower = elementwise_slower(pools[-1], rate, budget_s * 0.1)
     tell("a small model's layers and steps")
     steps = 24 if quick else 96
     with tempfile.TemporaryDirectory(prefix="lmoffload-profile-") as folder:
@@ -60,7 +64,10 @@ def measure_overheads(
         row_s=row_s,
         linear_call_s={threads: call_s + max(0.0, rest - alone) / LINEARS_PER_LAYER for threads, rest in rests.items()},
         elementwise_bytes_per_s=rate,
+        elementwise_slower=slower,
         random_read_s=random_read_s,
+        handover_s=handover_s(),
+        waking=waking(pools[-1]),
     )
 
 
@@ -102,42 +109,70 @@ def product_s(pool: Pool, n: int, k: int, budget_s: float, pause_s: float) -> fl
 def elementwise_bytes_per_s(pool: Pool, budget_s: float) -> float:
     """Rate of `counting.elementwise_bytes`: the slope of time over tokens of a forward, as the engine binds it, without products and
     attention."""
-    import torch
-    from transformers import LlamaConfig
-
-    layers = 2
-    config = LlamaConfig(
-        vocab_size=16,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-    )
-    model = _without_products(config, pool)
-    counted = _elementwise_bytes(config)
-    amounts, times_s = [], []
-    with torch.no_grad():
-        for tokens in ELEMENTWISE_TOKENS:
-            hidden, positions = torch.randn(1, tokens, HIDDEN), torch.arange(tokens).unsqueeze(0)
-            forward = partial(model.model, inputs_embeds=hidden, position_ids=positions, use_cache=False)
-            times_s.append(repeat(forward, budget_s / len(ELEMENTWISE_TOKENS)).median_s)
-            amounts.append(float(counted * tokens * layers))
+    forward = _Forward(pool, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS)
+    amounts = [float(forward.layer_bytes * tokens) for tokens in ELEMENTWISE_TOKENS]
+    times_s = [forward.layer_s(tokens, budget_s / len(ELEMENTWISE_TOKENS)) for tokens in ELEMENTWISE_TOKENS]
     _, seconds_per_byte, _ = least_squares(amounts, times_s)
     # Without a slope (a machine too unsteady to show one) the whole time of the longest is a safe rate.
     return 1 / seconds_per_byte if seconds_per_byte > 0 else amounts[-1] / times_s[-1]
+
+
+def elementwise_slower(pool: Pool, rate: float, budget_s: float) -> tuple[tuple[float, float], ...]:
+    """(bytes of a layer, how many times as long as `rate` says), of layers as wide as large models': from few tokens to more, what the time
+    grows by."""
+    forward = _Forward(pool, *WIDE)
+    least, *more = (forward.layer_s(tokens, budget_s / (1 + len(ELEMENTWISE_TOKENS))) for tokens in (FEW_ROWS, *ELEMENTWISE_TOKENS))
+    found = []
+    for tokens, seconds in zip(ELEMENTWISE_TOKENS, more, strict=True):
+        by_rate = forward.layer_bytes * (tokens - FEW_ROWS) / rate
+        found.append((float(forward.layer_bytes * tokens), max(1.0, (seconds - least) / by_rate)))
+    return tuple(found)
+
+
+class _Forward:
+    """The forward of a small Llama, as the engine binds it, without its products and its attention."""
+
+    num_layers = 2
+
+    def __init__(self, pool: Pool, hidden: int, intermediate: int, num_heads: int, num_kv_heads: int) -> None:
+        from transformers import LlamaConfig
+
+        self.hidden = hidden
+        config = LlamaConfig(
+            vocab_size=16,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+        )
+        self._model, self.layer_bytes = _without_products(config, pool), _elementwise_bytes(config)
+
+    def layer_s(self, tokens: int, budget_s: float) -> float:
+        """Median seconds of a layer."""
+        import torch
+
+        with torch.no_grad():
+            hidden, positions = torch.randn(1, tokens, self.hidden), torch.arange(tokens).unsqueeze(0)
+            forward = partial(self._model.model, inputs_embeds=hidden, position_ids=positions, use_cache=False)
+            return repeat(forward, budget_s).median_s / self.num_layers
 
 
 def _elementwise_bytes(config: Any) -> int:
     """Bytes of one layer and token, as the solver counts them."""
     from lmoffload_solver.model import LayerShape, ModelShape
 
-    layer = LayerShape(num_heads=9, num_kv_heads=3, key_dim=config.head_dim, value_dim=config.head_dim)
+    layer = LayerShape(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        key_dim=config.head_dim,
+        value_dim=config.head_dim,
+    )
     shape = ModelShape(
         name="elementwise",
         model_type="llama",
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
         vocab_size=16,
         layers=(layer,),
         tensors=(),

@@ -27,12 +27,13 @@ SHARES = {
     "base": (9.0, 9.0),
     "disk": (8.0, 50.0),
     "memory": (3.0, 6.0),
+    "copies": (2.4, 6.0),
     "links": (0.5, 10.0),
-    "linear": (19.5, 135.0),
+    "linear": (15.0, 135.0),
     "conversion": (1.0, 4.0),
     "attention": (5.0, 30.0),
     "quantize": (0.2, 1.0),
-    "overheads": (7.5, 20.0),
+    "overheads": (9.5, 20.0),
     "contention": (2.0, 12.0),
     "default threads": (3.5, 6.0),
 }
@@ -123,6 +124,7 @@ def _measure(
     from lmoffload.profiler.attention import attention_curves, quantize_rates
     from lmoffload.profiler.contention import measure_contention
     from lmoffload.profiler.conversion import conversion_rates
+    from lmoffload.profiler.copies import copy_contention, copy_rates
     from lmoffload.profiler.disk import read_disk
     from lmoffload.profiler.linear import linear_curves
     from lmoffload.profiler.links import link_curves
@@ -133,6 +135,9 @@ def _measure(
     tell = clock.tell
     readings = read_disk(disk_path, budget_s=clock.start("disk"), quick=quick, tell=tell)
     memory = memory_rates(pools, clock.start("memory"))
+    share_s = clock.start("copies") / 3
+    copies = copy_rates(pools, share_s)
+    copying = copy_contention(pools[-1], copies[0].bytes_per_s, 2 * share_s)
     links, link_remarks = link_curves(clock.start("links"), tell)
     linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=measured_formats(formats, quick), tell=tell)
     rates = conversion_rates(pools[-1], tuple(QUANTIZED), clock.start("conversion"), tell)
@@ -148,12 +153,13 @@ def _measure(
         host=limits,
         processors=(host_processor(limits.cores),),
         memory=memory,
+        copies=copies,
         disks=(readings.disk,),
         links=links,
         linear=linear,
         attention=attention,
         overheads=overheads,
-        contention=contention,
+        contention=(*contention, *copying),
         rates=rates,
         base_bytes=base_bytes,
         versions=versions(),

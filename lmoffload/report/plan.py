@@ -52,6 +52,8 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "block", f"{format_number(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {format_number(plan.micro_batch, 'prompt')}"
     if plan.prefill_chunk is not None:
         yield "prompts", f"computed {format_number(plan.prefill_chunk, 'token')} of a micro-batch at a time"
+    if plan.refill is not None and plan.workload.num_prompts > plan.micro_batch * plan.num_micro_batches:
+        yield "finished early", f"waiting prompts take {format_number(plan.refill, 'place')} of a micro-batch at once"
     yield "weights", ", ".join(f"{format_bytes(size)} on {tier}" for tier, size in plan.weights.bytes.items() if size)
     formats = sorted(set(plan.weights.format.values()))
     yield "stored as", ", ".join(formats)

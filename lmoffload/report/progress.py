@@ -16,6 +16,10 @@ from lmoffload.units import format_remaining
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import StoreProgress
+    from lmoffload.executor import Progress as Step
+
+BINDS = {"disk_read": "reading", "disk_write": "writing", "host_compute": "computing"}
+"""What is told of a resource that has worked longest."""
 
 LINE_EVERY_S = 15.0
 """Where standard error is no terminal, a line this often."""
@@ -31,9 +35,11 @@ class ProgressBar:
         self._task = self._bar.add_task("", total=1.0, end="")
         self._next_line_s = time.monotonic() + LINE_EVERY_S
 
-    def show(self, what: str, share: float, remaining_s: float) -> None:
-        """`share` of the work is done, and `remaining_s` seconds are left."""
+    def show(self, what: str, share: float, remaining_s: float, planned_s: float | None = None) -> None:
+        """`share` of the work is done, and `remaining_s` seconds are left, where `planned_s` were planned for what is left."""
         left = f"{format_remaining(remaining_s)} left"
+        if planned_s is not None:
+            left += f" ({format_remaining(planned_s)} planned)"
         if sys.stderr.isatty():
             self._bar.update(self._task, description=what, completed=min(share, 1.0), end=left)
         elif time.monotonic() >= self._next_line_s:
@@ -72,17 +78,15 @@ class ProgressBar:
 
 
 class RunProgress:
-    """Turns an engine's steps into a share of the job: the plan's seconds first, corrected by the seconds spent as they come."""
+    """Tells how far an engine is, how long it will still take (the plan's seconds, and corrected by those spent), how fast it is, and what
+    binds."""
 
-    def __init__(self, bar: ProgressBar, prefill_s: float, decode_s: float) -> None:
+    def __init__(self, bar: ProgressBar) -> None:
         self._bar = bar
-        self._total_s = max(prefill_s + decode_s, 1e-9)
-        self._prefill_share = prefill_s / self._total_s
 
-    def show(self, *, steps_done: int, num_steps: int, blocks_done: int, num_blocks: int, tokens: int, elapsed_s: float) -> None:
-        """A step has ended: `steps_done` of `num_steps` (the prefill and the decode steps) of the block after `blocks_done` others."""
-        decoded = 1.0 if num_steps == 1 else (steps_done - 1) / (num_steps - 1)
-        share = (blocks_done + self._prefill_share + (1 - self._prefill_share) * decoded) / num_blocks
-        remaining_s = elapsed_s * (1 - share) / share if share else self._total_s
-        rate = tokens / elapsed_s if elapsed_s else 0.0
-        self._bar.show(f"block {blocks_done + 1} of {num_blocks}, {rate:.1f} tokens/s", share, remaining_s)
+    def show(self, step: Step) -> None:
+        """A step has ended."""
+        remaining_s = step.elapsed_s * (1 - step.share) / step.share if step.share else step.predicted_s
+        rate = step.tokens_generated / step.elapsed_s if step.elapsed_s else 0.0
+        what = f"{step.num_done} of {step.num_prompts} prompts, {rate:.1f} tokens/s, {BINDS.get(step.binds, step.binds)} binds"
+        self._bar.show(what, step.share, remaining_s, (1 - step.share) * step.predicted_s)

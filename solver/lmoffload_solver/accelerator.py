@@ -38,6 +38,19 @@ class Accelerator(Value):
     """Rate of a product that dequantizes its weights in its inner loop, as a share of the 16-bit one."""
 
 
+class EmulatedDevice(Value):
+    """An accelerator that is not there: an arena in host memory behind copy threads held to a rate, and a compute thread that runs the
+    host's kernels on the host's cores."""
+
+    memory_bytes: int = Field(gt=0)
+    bytes_per_s: float = Field(gt=0)
+    """Of each direction."""
+
+    @property
+    def name(self) -> str:
+        return "emulated"
+
+
 class Rate(Value):
     """How fast one processor does one kind of work, in one way.
 

@@ -25,6 +25,7 @@ from lmoffload_solver.plan import (
     WeightsPlan,
 )
 from lmoffload_solver.program import Program
+from lmoffload_solver.refill import refill_places
 from lmoffload_solver.rounding import Placement
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 from lmoffload_solver.value import Resource, Tier
@@ -57,7 +58,7 @@ def assemble(
     predicted = _predicted(evaluator, found, tensors)
     tokens = workload.num_prompts * workload.gen_len
     bound = max(tokens / found.bound_s, predicted.tokens_per_s)
-    return Plan(
+    plan = Plan(
         model=Named(name=model.name, digest=digest),
         machine=Named(name=evaluator.machine.name, digest=evaluator.machine.fingerprint()),
         workload=workload,
@@ -94,6 +95,8 @@ def assemble(
         looser_quality=looser,
         remarks=(*evaluator.machine.remarks, *_unused_quality(workload, candidate)),
     )
+    refill = refill_places(model, evaluator.job(candidate.threads), evaluator.disk, plan)
+    return plan.model_copy(update={"refill": refill})
 
 
 def _unused_quality(workload: Workload, candidate: Candidate) -> tuple[str, ...]:

@@ -2,15 +2,17 @@
 
 What a unit's tasks do depends on the unit, the one whose weights go up meanwhile, and on when resources, buffers and micro-batches are
 free, and on nothing else of the past. Where the same units meet the same times, the same follows, later by a constant.
-`chain_schedule.Queues` with a `Clock` is the reference.
+`chain_queues.Queues` with a `Clock` is the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
-from lmoffload_solver.chain_schedule import NOTHING, Clock, Queues, UnitWork, lay_out
+from lmoffload_solver.chain_layout import lay_out
+from lmoffload_solver.chain_queues import Queues
+from lmoffload_solver.chain_schedule import NOTHING, Clock, UnitWork
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import Resource
 
@@ -20,19 +22,21 @@ FINE = 1e-10
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
-def step_ends(steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int) -> tuple[list[float], int]:
+def step_ends(
+    steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int, waking: Callable[[float], float] | None = None
+) -> tuple[list[float], int]:
     """When each step of a block ends, and how many (unit, micro-batch) pairs were laid out for it."""
     if runtime.overlap == "queues":
-        queues = RepeatingQueues(steps, depth)
-        return queues.run(), queues.num_laid_out
-    return lay_out(steps, runtime, depth, Clock().emit), sum(len(unit.batches) for units in steps for unit in units)
+        queues = RepeatingQueues(steps, depth, waking)
+        return list(queues.steps()), queues.num_laid_out
+    return lay_out(steps, runtime, depth, Clock(waking).emit), sum(len(unit.batches) for units in steps for unit in units)
 
 
 class RepeatingQueues(Queues):
     """`Queues` on a clock of its own, whose times are counted from the end of the latest computing."""
 
-    def __init__(self, steps: Sequence[Sequence[UnitWork]], depth: int) -> None:
-        self.clock = Clock()
+    def __init__(self, steps: Sequence[Sequence[UnitWork]], depth: int, waking: Callable[[float], float] | None = None) -> None:
+        self.clock = Clock(waking)
         super().__init__(steps, depth, self.clock.emit)
         self.known: dict[object, list[float]] = {}
         self.followed: dict[tuple[int, int, int, int], tuple[list[float], float]] = {}
@@ -43,16 +47,15 @@ class RepeatingQueues(Queues):
         longest = max(unit.upload + unit.dequantize + unit.batches[0].compute + unit.batches[0].after for unit in different)
         self.fine = 1 / (FINE * longest) if longest else 1.0
 
-    def run(self) -> list[float]:
+    def steps(self) -> Iterator[float]:
         """The end of each step's last compute task."""
-        ends: dict[int, float] = {}
         for ahead in range(min(self.depth, len(self.units))):
             self.weights(ahead, 0, 1)
         times, begin = self.times(0), 0.0
         for number, (step, _, unit) in enumerate(self.units):
             times, begin = self.next_times(number, unit, times, begin)
-            ends[step] = begin + times[0]
-        return [ends[step] for step in sorted(ends)]
+            if number + 1 == len(self.units) or self.units[number + 1][0] > step:
+                yield begin + times[0]
 
     def next_times(self, number: int, unit: UnitWork, times: list[float], begin: float) -> tuple[list[float], float]:
         """The times after a unit, and what they are counted from."""
@@ -109,7 +112,7 @@ class RepeatingQueues(Queues):
             if place >= 0:
                 self.computed[place] = computed
         self.done = [next(values), next(values)]
-        self.sent = [next(values), next(values)]
+        self.sent = [next(values), next(values), next(values)]
         self.clock.free = {resource: next(values) for resource in RESOURCES}
         coming = range(number, min(number + self.depth, len(self.units)))
         for ahead in coming:

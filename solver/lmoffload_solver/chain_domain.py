@@ -1,50 +1,40 @@
 """The discrete choices of a plan with a device, and the closed-form bounds of all of them.
 
-Batch: micro-batch 2^i, 3·2^i and the job cut into 1 to 4 equal parts, the same for the number of micro-batches up to 24. Formats: each
-class of matrices, keys and values as stored or in the smallest format that the quality class allows and the shape permits, since a smaller
-one costs the device the same and moves less. How products take quantized weights in each phase. Home of the hidden states; prefetch depth;
-whether the host attends (not without reading ahead: then it would wait); threads of each class of tasks on the host. Limits fix a choice.
+Batch: micro-batch 2^i, 3·2^i and the job cut into 1 to 4 equal parts, the same for the number of micro-batches up to 24. Formats of each
+class of matrices, of keys and values, and how products take them in each phase (`chain_variants`). Home of the hidden states; prefetch
+depth; whether the host attends (not without reading ahead: then it would wait); threads of each class of tasks on the host. Limits fix a
+choice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from lmoffload_solver import counting
 from lmoffload_solver.chain_bounds import Amounts, closed_form_s
 from lmoffload_solver.chain_program import ChainChoices
 from lmoffload_solver.chain_rounding import Rooms, WeightPlacer
 from lmoffload_solver.chain_terms import Array, ChainTerms
+from lmoffload_solver.chain_variants import Formats, Way, variants_of
 from lmoffload_solver.decision import Job, Products
-from lmoffload_solver.device_memory import BUFFERS, ChainMemory
-from lmoffload_solver.formats import FORMATS, QUANTIZED, format_of
-from lmoffload_solver.loss import LossTable, Part, allowed, loss_of
+from lmoffload_solver.device_memory import BUFFERS, memory_of
+from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import Disk, MachineProfile
-from lmoffload_solver.value import Quality, TensorClass, Tier
+from lmoffload_solver.value import Quality, Tier
 from lmoffload_solver.workload import Limits
 
 MOST_MICRO_BATCHES = 24
 DEPTHS = (1, 2, 0)
+LARGE_HEAD = 0.1
+"""An output head that takes more than this share of the device is not placed in part by the program: what it gains is far from what whole
+tensors can."""
+
 HIDDEN: tuple[Tier, ...] = ("device", "host")
-PRODUCTS: tuple[Products, ...] = ("widen", "dequantizing")
-
-Formats: TypeAlias = tuple[tuple[TensorClass, str], ...]
-"""Classes whose matrices are kept in another format than the stored one."""
-
-SMALLEST: dict[Quality, tuple[str, ...]] = {
-    "exact": (),
-    "int8": ("int8",),
-    "int4": ("int4-g64", "int4-g32", "int8"),
-    "any": ("int4-g128", "int4-g64", "int4-g32", "int8"),
-}
-"""Formats that a class allows, smallest first."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +53,8 @@ class ChainCandidate:
     """Whether the host attends to some of the keys and values that are not on the device."""
     assignment: int = 0
     """Of threads, of `ChainTerms.assignments`."""
+    head_at_home: bool | None = None
+    """Whether the output head lies on the device, where much hangs on it; None: as it turns out."""
 
     @property
     def pair(self) -> tuple[int, int]:
@@ -81,15 +73,6 @@ class Bounded(NamedTuple):
     candidate: ChainCandidate
 
 
-class Variant(NamedTuple):
-    """Formats of the weights, and how products take them."""
-
-    formats: Formats
-    products: tuple[Products, Products]
-    beaten: npt.NDArray[np.bool_]
-    """Batches for which another way is no slower in any step and takes no more memory."""
-
-
 class ChainDomain:
     """The domain of a job on a machine."""
 
@@ -99,14 +82,12 @@ class ChainDomain:
         self.job, self.model, self.limits, self.quality, self.losses = job, job.model, limits, quality, losses
         self.pairs = tuple(self._pairs())
         self.terms = ChainTerms(job, machine, disk, self.pairs, limits.threads)
-        self.memory = ChainMemory(job, machine, limits)
-        main = counting.main_format(self.model)
-        self.base_format = main if main in ("bf16", "fp16") else "fp16"
-        within_bounds = [fmt for fmt in SMALLEST[quality] if allowed(losses, quality, Part("kv", fmt))]
-        self.kv_formats = (self.base_format, *within_bounds[:1])
+        self.memory = memory_of(job, machine, limits)
         self.rows = np.array([min(size, job.num_prompts) for size, _ in self.pairs], dtype=np.float64)
         self.block_rows = np.array([min(size * count, job.num_prompts) for size, count in self.pairs], dtype=np.float64)
         self._placers: dict[Formats, WeightPlacer] = {}
+        self.variants = variants_of(self.terms, quality, losses, self._host_may_bind)
+        self.base_format, self.kv_formats, self.formats = self.variants.base_kv, self.variants.kv_formats, self.variants.formats
         self.placed = [t for t in self.model.tensors if t.is_matrix and (t.layer is not None or t.name == self.model.head.name)]
         """Matrices whose homes cost time."""
 
@@ -120,73 +101,32 @@ class ChainDomain:
     def placer(self, formats: Formats) -> WeightPlacer:
         """Of the weights in some formats."""
         if formats not in self._placers:
-            self._placers[formats] = WeightPlacer(self.model, dict(formats))
+            self._placers[formats] = WeightPlacer(self.model, dict(formats), self.memory.room_bytes, self.memory.head_in_pieces)
         return self._placers[formats]
-
-    # Formats
-
-    @cached_property
-    def formats(self) -> tuple[Formats, ...]:
-        """Every choice of formats by class, the stored ones first. An embedding table of its own costs no time, and is kept as stored
-        unless the host could be short of memory."""
-        classes: dict[TensorClass, list[tuple[str, tuple[int, ...]]]] = {}
-        head, table = self.model.head, self.model.embedding
-        outside = [head] if head.name == table.name or not self._host_may_bind else [head, table]
-        for tensor in self.model.tensors:
-            if tensor.is_matrix and (tensor.layer is not None or tensor.name in {t.name for t in outside}):
-                classes.setdefault(tensor.tensor_class, []).append((tensor.format, tensor.shape))
-        found = {name: self._allowed(set(tensors)) for name, tensors in classes.items()}
-        chosen = product(*([(name, None), *((name, fmt) for fmt in found[name])] for name in classes))
-        return tuple(tuple((name, fmt) for name, fmt in one if fmt is not None) for one in chosen)
-
-    def _allowed(self, tensors: set[tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
-        for fmt in SMALLEST[self.quality]:
-            if not allowed(self.losses, self.quality, Part("weights", fmt)):
-                continue
-            block, bits = format_of(fmt).block_elements, format_of(fmt).bits_per_element
-            if all(kept in FORMATS and shape[-1] % block == 0 and bits < format_of(kept).bits_per_element for kept, shape in tensors):
-                return (fmt,)
-        return ()
 
     @cached_property
     def _host_may_bind(self) -> bool:
         largest = sum(counting.tensor_bytes(t) for t in self.model.tensors) * (1 + (max(DEPTHS) + 2))
-        kv = self.memory.kv_token_bytes(self.base_format) * float(self.block_rows.max())
+        kv = self.memory.kv_token_bytes(self.memory.base_kv) * float(self.block_rows.max())
         hidden = self.memory.hidden_bytes(float(self.block_rows.max()))
         room = min(self.memory.capacity["host"], self.memory.weights_capacity)
         return bool(largest + kv + hidden + self.memory.machine.base_bytes > room)
 
     def loss(self, candidate: ChainCandidate) -> float | None:
-        """The estimated loss of a candidate; None where it is unknown. Keys and values in 16 bits count as exact on a device."""
-        parts = [Part("weights", fmt) for fmt in sorted({fmt for _, fmt in candidate.formats})]
-        return loss_of(self.losses, *parts, *([Part("kv", candidate.kv_format)] if candidate.kv_format != self.base_format else []))
+        """The estimated loss of a candidate; None where it is unknown."""
+        return self.variants.loss(candidate.formats, candidate.products, candidate.kv_format)
 
     def widened(self, formats: Formats, products: tuple[Products, Products]) -> int:
         """Elements of the 16-bit copy that widened weights take."""
-        return 0 if products == ("dequantizing", "dequantizing") else self.memory.widened(formats, True)
-
-    def _variants(self) -> Iterator[Variant]:
-        for formats in self.formats:
-            if not any(fmt in QUANTIZED for name, fmt in formats if name != "embedding" or self.model.tied_head):
-                yield Variant(formats, ("widen", "widen"), np.zeros(len(self.pairs), dtype=bool))
-                continue
-            slower = np.stack([self.terms.packed(formats, (way, way)) for way in PRODUCTS])
-            ways = {}
-            for phase, rows in enumerate((slice(0, 1), slice(1, None))):
-                widen = np.logical_and.reduceat((slower[0, rows] <= slower[1, rows]).all(axis=0), self.terms.starts)
-                fused = np.logical_and.reduceat((slower[1, rows] <= slower[0, rows]).all(axis=0), self.terms.starts)
-                ways[phase] = {"widen": fused & ~widen, "dequantizing": widen}
-            least_memory = ~ways[0]["dequantizing"] & ~ways[1]["dequantizing"]
-            for products in product(PRODUCTS, PRODUCTS):
-                beaten = ways[0][products[0]] | ways[1][products[1]] | least_memory
-                yield Variant(formats, products, np.zeros_like(beaten) if products == ("dequantizing", "dequantizing") else beaten)
+        in_products = all(self.terms.costs.processing.in_products(way) for way in products)
+        return 0 if in_products else self.memory.widened(formats, True)
 
     # Bounds
 
     def bounded(self) -> Iterator[Bounded]:
         """All candidates that may fit, depth, attention and threads open, the smallest bound first; of equal bounds those that keep
         everything as stored, then the smallest."""
-        variants = list(self._variants())
+        variants = list(self.variants.ways())
         sizes = np.array([self.terms.sizes(formats).total for formats, _, _ in variants])
         cells = [(kv_format, hidden) for kv_format in self.kv_formats for hidden in HIDDEN]
         bounds = np.stack([self._bounds(variants, kv_format, hidden) for kv_format, hidden in cells])
@@ -201,7 +141,7 @@ class ChainDomain:
             candidate = ChainCandidate(size, count, formats, kv_format, hidden, products)
             yield Bounded(float(seconds[place]), candidate)
 
-    def _bounds(self, variants: list[Variant], kv_format: str, hidden: Tier) -> Array:
+    def _bounds(self, variants: list[Way], kv_format: str, hidden: Tier) -> Array:
         """Variants × batches; infinite where they do not fit, or another way is no slower."""
         shape = (len(variants), len(self.pairs))
         others = {tier: np.array([[float(self.placer(f).other_bytes[tier])] for f, _, _ in variants]) for tier in HIDDEN}
@@ -215,18 +155,23 @@ class ChainDomain:
         granted = np.broadcast_to(self.memory.weights_capacity - self.memory.vectors - others["device"] - others["host"], shape)
         fits = (device >= 0) & (host >= 0) & (granted >= 0) & (weights + kv <= device + host + self.memory.capacity["disk"])
         fits &= ~np.stack([beaten for _, _, beaten in variants])
+        fits &= np.array([[self.variants.permits(formats, products, kv_format)] for formats, products, _ in variants])
         if not fits.any():
             return np.full(shape, np.inf)
-        bounds = closed_form_s(
-            self.terms,
-            self.terms.steps(kv_format),
-            np.stack([self.terms.packed(formats, products) for formats, products, _ in variants]),
-            Amounts(weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted),
-            depth=max(DEPTHS),
-            hidden=hidden == "host",
-            read_rate=self.terms.read_rate(None),
-        )
-        return np.where(fits, bounds, np.inf)
+        amounts = Amounts(weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted)
+        bounds = [
+            closed_form_s(
+                self.terms,
+                self.terms.least_steps(kv_format, on_device),
+                np.stack([self.terms.packed(formats, products, on_device) for formats, products, _ in variants]),
+                amounts,
+                depth=max(DEPTHS),
+                hidden=hidden == "host",
+                read_rate=self.terms.read_rate(None),
+            )
+            for on_device in self.terms.devices
+        ]
+        return np.where(fits, np.minimum.reduce(bounds), np.inf)
 
     def _largest(self, formats: Formats) -> float:
         sizes = self.terms.sizes(formats)
@@ -238,13 +183,18 @@ class ChainDomain:
         rooms = self.rooms(candidate)
         kv_bytes = self.kv_bytes(candidate)
         everything_home = self.terms.sizes(candidate.formats).total + kv_bytes <= rooms["device"]
-        rates = [self.terms.read_rate(number) for number in range(len(self.terms.assignments))]
-        quickest = max(range(len(rates)), key=lambda number: rates[number])
         depths = DEPTHS[:1] if everything_home else DEPTHS
-        for depth in depths:
-            yield replace(candidate, prefetch_depth=depth, attends=False, assignment=quickest)
-        shares = self.terms.attention_shares(candidate.num_micro_batches)
-        for number in _undominated(list(zip(rates, shares, strict=True))):
+        if self.terms.sizes(candidate.formats).classes["head"] > LARGE_HEAD * rooms["device"] and not everything_home:
+            candidates = [replace(candidate, head_at_home=at_home) for at_home in (True, False)]
+        else:
+            candidates = [candidate]
+        for one in candidates:
+            yield from self._opened(one, depths)
+
+    def _opened(self, candidate: ChainCandidate, depths: Sequence[int]) -> Iterator[ChainCandidate]:
+        alone, both = self.terms.worth_trying(candidate.num_micro_batches)
+        yield from (replace(candidate, prefetch_depth=depth, attends=False, assignment=number) for depth in depths for number in alone)
+        for number in both:
             yield from (replace(candidate, prefetch_depth=depth, attends=True, assignment=number) for depth in depths if depth)
 
     # Memory
@@ -277,14 +227,21 @@ class ChainDomain:
         disk = left["disk"] if self.terms.read_rate(candidate.assignment) else 0.0
         return Rooms(left["device"], left["host"], disk, self.memory.weights_capacity - self.memory.vectors)
 
+    def least_s(self, candidate: ChainCandidate) -> float:
+        """Seconds of the device's work alone, under the candidate's threads."""
+        steps = self.terms.of_pair(candidate.pair, candidate.kv_format, candidate.hidden == "host", candidate.assignment)
+        packed = self.terms.packed_of_pair(candidate.pair, candidate.formats, candidate.products, candidate.assignment)
+        return float(steps.weight @ (steps.device + packed))
+
     def choices(self, candidate: ChainCandidate) -> ChainChoices:
         """The program's constants."""
         kv_bytes, rooms = self.kv_bytes(candidate), self.rooms(candidate)
         sizes = self.terms.sizes(candidate.formats)
         buffers = 2 * candidate.slots * self._largest(candidate.formats) + 2 * BUFFERS * kv_bytes / self.model.num_layers
         read_rate = self.terms.read_rate(candidate.assignment)
-        packed = self.terms.packed_of_pair(candidate.pair, candidate.formats, candidate.products)
-        in_products = [candidate.products[min(1, step.step)] == "dequantizing" for step in self.job.steps]
+        packed = self.terms.packed_of_pair(candidate.pair, candidate.formats, candidate.products, candidate.assignment)
+        in_products = [self.terms.costs.processing.in_products(candidate.products[min(1, step.step)]) for step in self.job.steps]
+        slowdowns = self.terms.costs_with(candidate.assignment).contention
         return ChainChoices(
             sizes=sizes,
             steps=self.terms.of_pair(candidate.pair, candidate.kv_format, candidate.hidden == "host", candidate.assignment),
@@ -300,7 +257,10 @@ class ChainDomain:
             upload_bytes_per_s=self.terms.upload_rate,
             read_bytes_per_s=read_rate,
             contention=self.terms.contention,
+            crowded={pair: slow for pair, slow in slowdowns.items() if pair != ("upload", "host_attention")},
             attends=candidate.attends,
+            head_at_home=candidate.head_at_home,
+            head_in_pieces=self.memory.head_in_pieces,
             disk_kv=bool(read_rate) and sizes.total + kv_bytes + buffers > rooms["device"] + rooms["host"],
         )
 
@@ -310,11 +270,3 @@ def grid(total: int, most: int) -> tuple[int, ...]:
     sizes = {factor << i for factor in (1, 3) for i in range(total.bit_length())}
     sizes |= {-(-total // parts) for parts in range(1, 5)}
     return tuple(sorted(size for size in sizes if size <= min(total, most)))
-
-
-def _undominated(pairs: list[tuple[float, float]]) -> Iterator[int]:
-    """Numbers of the pairs that no other exceeds or equals in both; of equal ones the first."""
-    for number, (first, second) in enumerate(pairs):
-        others = [pair for place, pair in enumerate(pairs) if pair != (first, second) or place < number]
-        if not any(a >= first and b >= second for a, b in others):
-            yield number

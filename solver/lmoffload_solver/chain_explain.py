@@ -16,6 +16,7 @@ from lmoffload_solver.chain_search import ChainSearch
 from lmoffload_solver.chain_solver import solve_program
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job, KVUnit
+from lmoffload_solver.device_memory import memory_of
 from lmoffload_solver.explain import Alternative, CoreChoice, Explanation, PhaseTime, QuantizationTerm
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.host_cores import HostCores
@@ -80,7 +81,7 @@ def quantization(
     if any(fmt in QUANTIZED for fmt in decision.formats.values()):
         plain.append(("weights", ", ".join(sorted(set(decision.formats.values()))), replace(decision, formats={})))
     if decision.kv_format in QUANTIZED:
-        plain.append(("kv", decision.kv_format, replace(decision, kv_format="fp16")))
+        plain.append(("kv", decision.kv_format, replace(decision, kv_format=memory_of(job, machine, Limits()).base_kv)))
     phases: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
     for what, fmt, other in plain:
         without = simulate_chain(job, costs, other)
@@ -109,8 +110,9 @@ def _alternatives(search: ChainSearch, decision: Decision) -> Iterator[Alternati
     if decision.runtime != own_runtime():
         yield _simulated(search, "the same policy, run by lmoffload", own)
     if candidate.formats or candidate.kv_format in QUANTIZED:
-        stored = replace(candidate, formats=(), kv_format=search.domain.base_format, products=("widen", "widen"))
-        yield _solved(search, "16-bit weights and KV", stored)
+        stored = next(way for way in search.domain.variants.ways() if not way.formats)
+        plain = replace(candidate, formats=(), kv_format=search.domain.base_format, products=stored.products)
+        yield _solved(search, "weights as stored, KV unquantized" if search.domain.terms.shares_cores else "16-bit weights and KV", plain)
     if candidate.micro_batch > 1:
         yield _solved(search, "half the micro-batch", replace(candidate, micro_batch=candidate.micro_batch // 2))
     if candidate.num_micro_batches > 1:

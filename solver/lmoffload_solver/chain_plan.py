@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from lmoffload_solver import counting
 from lmoffload_solver.chain_predict import ChainSimulated, costs_of, simulate_chain
+from lmoffload_solver.chain_variants import PRODUCTS
 from lmoffload_solver.core_split import split_of
 from lmoffload_solver.costs import disk_of
-from lmoffload_solver.decision import Decision, Job, KVUnit, Products
-from lmoffload_solver.device_memory import ChainMemory
+from lmoffload_solver.decision import Decision, Job, KVUnit
+from lmoffload_solver.device_memory import ChainMemory, memory_of
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
+from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import (
     AttentionPlace,
@@ -31,6 +33,9 @@ from lmoffload_solver.plan import (
 from lmoffload_solver.runtime import own_runtime
 from lmoffload_solver.value import Resource, Tier
 from lmoffload_solver.workload import Limits
+
+PLAIN = "16bit"
+"""Products over 16-bit weights, where nothing is quantized."""
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -65,11 +70,11 @@ def plan_of(
     """The plan of a decision, with what is predicted for it; simulated here unless it was before."""
     remarks, limits = remarks or Remarks(), limits or Limits()
     simulated = simulated or simulate_chain(job, costs_of(machine, decision, file_system), decision)
-    memory = ChainMemory(job, machine, limits)
+    memory = memory_of(job, machine, limits)
     predicted = _predicted(job, machine, memory, decision, simulated)
     bound = max(predicted.tokens_per_s, job.tokens / (remarks.bound_s or simulated.total_s))
     attended = tuple((layer, batch) for layer, units in enumerate(decision.kv) for batch, unit in enumerate(units) if unit.host_attends)
-    return Plan(
+    plan = Plan(
         model=Named(name=job.model.name, digest=digest),
         machine=Named(name=machine.name, digest=machine.fingerprint()),
         workload=job.workload,
@@ -104,6 +109,13 @@ def plan_of(
         programs_solved=remarks.programs_solved,
         remarks=(*machine.remarks, *remarks.sentences),
     )
+    return plan if limits.emulated_device is None else _with_spilled(job.model, plan)
+
+
+def _with_spilled(model: ModelShape, plan: Plan) -> Plan:
+    """With the bytes of keys and values on the disk as they will lie there: in whole pages, of each prompt's own length."""
+    on_disk = sum(spilled.num_bytes for spilled in spilled_of(model, plan).values())
+    return plan.model_copy(update={"kv": plan.kv.model_copy(update={"bytes": {**plan.kv.bytes, "disk": on_disk}})})
 
 
 def decision_of(model: ModelShape, plan: Plan) -> Decision:
@@ -118,7 +130,6 @@ def decision_of(model: ModelShape, plan: Plan) -> Decision:
     for layer, batch, tier in plan.kv.homes:
         homes[layer][batch] = tier
     attended = set(plan.attention.host)
-    ways: dict[str, Products] = {"widen": "widen", "dequantizing": "dequantizing"}
     kv = tuple(
         tuple(KVUnit(tier, "host" if (layer, place) in attended else "device") for place, tier in enumerate(tiers))
         for layer, tiers in enumerate(homes)
@@ -133,9 +144,9 @@ def decision_of(model: ModelShape, plan: Plan) -> Decision:
         hidden=plan.hidden.tier,
         prefetch_depth=plan.prefetch_depth,
         runtime=plan.runtime or own_runtime(),
-        prefill_products=ways.get(plan.kernels.prefill, "widen"),
-        decode_products=ways.get(plan.kernels.decode, "widen"),
-        threads=plan.threads if plan.runtime is None else {},
+        prefill_products=PRODUCTS[0] if plan.kernels.prefill == PLAIN else plan.kernels.prefill,
+        decode_products=PRODUCTS[0] if plan.kernels.decode == PLAIN else plan.kernels.decode,
+        threads=plan.threads if plan.runtime is None or plan.limits.emulated_device is not None else {},
         most_threads=plan.limits.threads,
     )
 
@@ -160,9 +171,9 @@ def _kv(job: Job, memory: ChainMemory, decision: Decision) -> KVPlan:
 
 
 def _kernels(decision: Decision) -> KernelsPlan:
-    """Of each phase: products over 16-bit weights, over widened ones, or dequantizing in the inner loop."""
-    if not any(fmt in QUANTIZED for fmt in decision.formats.values()):
-        return KernelsPlan(prefill="16bit", decode="16bit")
+    """Of each phase: products over 16-bit weights, over widened ones, or dequantizing in the inner loop; or the kernels' own names."""
+    if decision.prefill_products in PRODUCTS and not any(fmt in QUANTIZED for fmt in decision.formats.values()):
+        return KernelsPlan(prefill=PLAIN, decode=PLAIN)
     return KernelsPlan(prefill=decision.prefill_products, decode=decision.decode_products)
 
 
@@ -183,5 +194,3 @@ def _predicted(job: Job, machine: MachineProfile, memory: ChainMemory, decision:
         peak_bytes=memory.peaks(decision),
         base_bytes=machine.base_bytes,
     )
-
-

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmoffload_solver.blocks import Step
 from lmoffload_solver.chain_clock import step_ends
+from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Graph, UnitWork, lay_out
+from lmoffload_solver.chain_schedule import Graph
+from lmoffload_solver.chain_slowing import busy_of
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job
@@ -68,7 +69,7 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
     step_s, tasks = 0.0, 0
     for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
         steps = work.block(block)
-        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth)
+        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth, costs.waking)
         ends, tasks = [0.0, *ends], tasks + laid_out
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)
@@ -86,28 +87,11 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
     return ChainSimulated(phases[0], phases[1], step_s, tasks)
 
 
-def busy_of(units: Sequence[UnitWork]) -> dict[Resource, float]:
-    """Seconds that each resource works in a step."""
-    busy: dict[Resource, float] = {}
-    different = {id(unit): unit for unit in units}
-    for number, times in Counter(map(id, units)).items():
-        unit = different[number]
-        amounts: dict[Resource, float] = {
-            "disk_read": unit.read + sum(b.read for b in unit.batches),
-            "upload": unit.upload + sum(b.load_kv + b.load_hidden for b in unit.batches),
-            "device": unit.dequantize + sum(b.compute + b.quantize + b.after for b in unit.batches),
-            "host_attention": sum(b.attend for b in unit.batches),
-            "download": sum(b.store_kv + b.store_hidden for b in unit.batches),
-            "disk_write": sum(b.write for b in unit.batches),
-        }
-        for resource, amount in amounts.items():
-            busy[resource] = busy.get(resource, 0.0) + times * amount
-    return busy
-
-
-def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision) -> list[Timed]:
-    """Begin and end of each task of the first block's sampled steps."""
+def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision, *, every_step: bool = False) -> list[Timed]:
+    """Begin and end of each task of the first block's sampled steps, or of all."""
     work = ChainWork(job, costs, decision)
+    if every_step:
+        work.steps = tuple(Step(step, 1.0) for step in range(job.gen_len))
     graph = Graph()
     block = next(job.blocks(decision.micro_batch, decision.num_micro_batches))
     lay_out(work.block(block), decision.runtime, decision.prefetch_depth, graph.emit)

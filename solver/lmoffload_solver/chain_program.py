@@ -9,7 +9,7 @@ The rows are data: `chain_solver` hands them to HiGHS as arrays, and `as_pulp` w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -18,8 +18,9 @@ import numpy as np
 
 from lmoffload_solver.chain_terms import PLACES, Array, Sizes, StepTerms
 from lmoffload_solver.costs import Contention
+from lmoffload_solver.device_costs import Pair
 from lmoffload_solver.device_memory import KVBuffers
-from lmoffload_solver.value import TensorClass, Tier
+from lmoffload_solver.value import Resource, TensorClass, Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -55,8 +56,15 @@ class ChainChoices:
     read_bytes_per_s: float
     """0: the disk is not used."""
     contention: Contention
+    """Of uploads and the host's attention."""
+    crowded: Mapping[Pair, Contention]
+    """Of other pairs of resources."""
     attends: bool
     """Whether the host may attend."""
+    head_at_home: bool | None
+    """Whether the output head lies on the device; None: in part, if need be."""
+    head_in_pieces: bool
+    """Whether a head that is not at home moves in pieces that fit the layers' buffers."""
     disk_kv: bool
     """Whether keys and values may lie on disk."""
 
@@ -112,6 +120,10 @@ class ChainProgram:
             self.upper[self.kv + place] = 0.0 if barred else 1.0
         if not choices.read_bytes_per_s:
             self.upper[2 : self.kv : 3] = 0.0
+        if choices.head_at_home is not None:
+            head = 3 * self.classes.index("head")
+            self.upper[head + 1 : head + 3 if choices.head_at_home else head] = 0.0
+            self.upper[head] *= choices.head_at_home
 
     @property
     def variable_names(self) -> list[str]:
@@ -130,6 +142,7 @@ class ChainProgram:
         yield self.download()
         yield self.host_attention()
         yield self.path()
+        yield from self.crowded()
         if not self.choices.prefetch_depth and not self.choices.attends:
             yield self.serial()
 
@@ -144,7 +157,7 @@ class ChainProgram:
 
     def buffers(self) -> Rows:
         """buffer.device: Σ_c (1 − w[c, device])·B_c / L <= S over the classes of the layers, since the largest layer streams no less than
-        the mean, and (1 − w[head, device])·B_head <= S; buffer.host: the same of w[c, disk] and G."""
+        the mean, and unless it moves in pieces (1 − w[head, device])·B_head <= S; buffer.host: the same of w[c, disk] and G."""
         matrix = np.zeros((4, self.num_variables))
         buffers: tuple[tuple[tuple[Tier, ...], int], ...] = ((("host", "disk"), self.streamed), (("disk",), self.staged))
         for row, (tiers, variable) in enumerate(buffers):
@@ -152,7 +165,9 @@ class ChainProgram:
             matrix[2 * row + 1] = self._bytes(*tiers) - self._bytes(*tiers, but_head=True)
             matrix[2 * row : 2 * row + 2, variable] = -1.0
         names = ["buffer.device", "buffer.device.head", "buffer.host", "buffer.host.head"]
-        return Rows(names, matrix, np.full(4, -inf), np.zeros(4))
+        if self.choices.head_in_pieces:
+            names, matrix = names[::2], matrix[::2]
+        return Rows(names, matrix, np.full(len(names), -inf), np.zeros(len(names)))
 
     def capacity(self) -> Rows:
         """capacity.tier: weights and KV at home there and the buffers of weights within the room, and so many of the buffers of KV as of it
@@ -213,6 +228,37 @@ class ChainProgram:
         steps, one = self.choices.steps, 1 / self.choices.steps.num_batches
         attended = (steps.attend_device + steps.attend_host) * one[:, None]
         return self._per_step("path", kv=attended, constant=(steps.device + self.choices.fused_s) * one)
+
+    def crowded(self) -> Iterator[Rows]:
+        """first+second.e and second+first.e of each pair that slow each other by a and b: T_e >= A_e + B_e·b·(1 − 1/a), and the other way
+        round."""
+        for (first, second), slow in self.choices.crowded.items():
+            one, other = self._work_of(first), self._work_of(second)
+            if one is None or other is None:
+                continue
+            for name, this, that, share in (
+                (f"{first}+{second}", one, other, slow.compute * (1 - 1 / slow.read)),
+                (f"{second}+{first}", other, one, slow.read * (1 - 1 / slow.compute)),
+            ):
+                kv, constant, weights = (a + share * b for a, b in zip(this, that, strict=True))
+                yield self._per_step(name, kv=kv, constant=constant, weights=weights)
+
+    def _work_of(self, resource: Resource) -> tuple[Array, Array, Array] | None:
+        """Seconds of a resource in every step: of keys and values by place, always, of weights by class and tier; None: it is not used."""
+        steps, choices, nothing = self.choices.steps, self.choices, np.zeros(self.num_variables)
+        if resource == "device":
+            return steps.attend_device, steps.device + choices.packed_s, nothing
+        if resource == "host_attention":
+            return steps.attend_host, np.zeros(self.num_steps), nothing
+        if resource == "download":
+            return steps.store, steps.store_hidden - 2 * steps.largest_store, nothing
+        rate = choices.upload_bytes_per_s if resource == "upload" else choices.read_bytes_per_s
+        if not rate:
+            return None
+        early = np.where(steps.early, choices.early_bytes / rate, 0.0)
+        if resource == "upload":
+            return steps.upload, steps.load_hidden - early, self._bytes("host", "disk") * (GB / rate)
+        return steps.read, -early, self._bytes("disk") * (GB / rate)
 
     def serial(self) -> Rows:
         """serial.e, without prefetch where the device alone attends: a unit's weights go up when the unit before is computed, and are

@@ -8,7 +8,7 @@ difference between the program's value and the simulated time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from lmoffload_solver import counting
 from lmoffload_solver.decision import KVUnit
 from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload_solver.schedule import HEAD_PIECE_BYTES
 from lmoffload_solver.value import TensorClass, Tier
 
 NEARLY = 1e-6
@@ -35,9 +36,11 @@ GOLDEN = (sqrt(5) - 1) / 2
 class SpreadOrder:
     """The matrices of the layers and the head in an order of which every beginning is spread evenly over the layers."""
 
-    def __init__(self, groups: Sequence[Sequence[tuple[int, str]]], head_first: bool, first_whole: bool = False) -> None:
+    def __init__(
+        self, groups: Sequence[Sequence[tuple[int, str]]], head_first: bool, first_whole: bool = False, head_in_pieces: bool = False
+    ) -> None:
         """`groups`: (bytes, name) of each layer's matrices, and last of the head. With `first_whole` all of the first layer comes first: it
-        is what a job waits for when it begins."""
+        is what a job waits for when it begins. A head in pieces moves in such that are no larger than the largest layer's."""
         *layers, head = [sorted(group, reverse=True) for group in groups]
         places = [
             (0 if first_whole and not number else place + 1, (number * GOLDEN) % 1, number, size, name)
@@ -53,7 +56,11 @@ class SpreadOrder:
         placed = np.cumsum(by_group, axis=0)
         self.first_bytes: npt.NDArray[np.int64] = placed.sum(axis=1)
         """Of the first n matrices, for every n."""
-        self.largest_rest: npt.NDArray[np.int64] = (placed[-1] - placed).max(axis=1)
+        rest = placed[-1] - placed
+        if head_in_pieces:
+            largest = rest[:, :-1].max(axis=1)
+            rest[:, -1] = np.minimum(rest[:, -1], np.where(largest, largest, HEAD_PIECE_BYTES))
+        self.largest_rest: npt.NDArray[np.int64] = rest.max(axis=1)
         """Bytes of the layer (or head) with most bytes behind the first n."""
 
 
@@ -70,7 +77,15 @@ class Rooms:
 class WeightPlacer:
     """Places the matrices of a model kept in some formats."""
 
-    def __init__(self, model: ModelShape, formats: dict[TensorClass, str]) -> None:
+    def __init__(
+        self,
+        model: ModelShape,
+        formats: dict[TensorClass, str],
+        room_bytes: Callable[[TensorShape, int], int] | None = None,
+        head_in_pieces: bool = False,
+    ) -> None:
+        """`room_bytes`: what a tensor of some bytes takes in memory; those bytes unless given."""
+        self._room_bytes, self._head_in_pieces = room_bytes, head_in_pieces
         groups = [[(self._size(t, formats), t.name) for t in counting.layer_matrices(model, layer)] for layer in range(model.num_layers)]
         groups.append([(self._size(model.head, formats), model.head.name)])
         placed = {name for group in groups for _, name in group}
@@ -87,12 +102,15 @@ class WeightPlacer:
     @cached_property
     def orders(self) -> tuple[SpreadOrder, ...]:
         """The head first, and last."""
-        return SpreadOrder(self._groups, True), SpreadOrder(self._groups, False)
+        return self._orders(False)
 
     @cached_property
     def first_whole_orders(self) -> tuple[SpreadOrder, ...]:
         """The same with the whole first layer first."""
-        return SpreadOrder(self._groups, True, True), SpreadOrder(self._groups, False, True)
+        return self._orders(True)
+
+    def _orders(self, first_whole: bool) -> tuple[SpreadOrder, ...]:
+        return tuple(SpreadOrder(self._groups, head_first, first_whole, self._head_in_pieces) for head_first in (True, False))
 
     def left_by_others(self, rooms: Rooms) -> Rooms:
         """What the matrices leave that are not placed here."""
@@ -120,9 +138,9 @@ class WeightPlacer:
                 found[key] = None
                 yield homes
 
-    @staticmethod
-    def _size(tensor: TensorShape, formats: dict[TensorClass, str]) -> int:
-        return counting.tensor_bytes(tensor, formats.get(tensor.tensor_class))
+    def _size(self, tensor: TensorShape, formats: dict[TensorClass, str]) -> int:
+        size = counting.tensor_bytes(tensor, formats.get(tensor.tensor_class))
+        return size if self._room_bytes is None else self._room_bytes(tensor, size)
 
 
 def _cuts(order: SpreadOrder, rooms: Rooms, slots: int) -> tuple[int, int] | None:

@@ -106,6 +106,8 @@ class ChainSearch:
                 return best
             if following is not None and is_open:
                 for candidate in self.domain.open(following.candidate):
+                    if best is not None and self.domain.least_s(candidate) >= best.simulated.total_s * (1 - SAME):
+                        continue
                     program = ChainProgram(self.domain.choices(candidate))
                     solution = self._solve(program)
                     if solution is None:
@@ -181,6 +183,7 @@ class ChainSearch:
     def decision(self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...]) -> Decision:
         """The decision of a candidate and its placement; what neither reads nor attends needs no threads for it."""
         idle = not any(unit.home == "disk" or unit.host_attends for units in set(kv) for unit in units) and "disk" not in homes.values()
+        idle &= not self.domain.terms.shares_cores
         return Decision(
             micro_batch=candidate.micro_batch,
             num_micro_batches=candidate.num_micro_batches,

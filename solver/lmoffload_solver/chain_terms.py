@@ -7,8 +7,8 @@ on a price.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lmoffload_solver import counting
 from lmoffload_solver.chain_prices import BatchPrices
 from lmoffload_solver.costs import Contention
-from lmoffload_solver.decision import ChainBlock, Job, KVUnit, Products
+from lmoffload_solver.decision import ChainBlock, Job, KVUnit
 from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.host_cores import HostCores, HostShare
@@ -81,13 +81,18 @@ class Sizes:
 class ChainTerms:
     """Terms of a job on a machine under lmoffload's runtime, for batches (micro-batch, number of micro-batches)."""
 
-    def __init__(
-        self, job: Job, machine: MachineProfile, disk: Disk, pairs: Sequence[tuple[int, int]], threads: int | None = None
-    ) -> None:
+    def __init__(self, job: Job, machine: MachineProfile, disk: Disk, pairs: Sequence[tuple[int, int]], threads: int | None = None) -> None:
         self.job, self.machine, self.disk, self.model = job, machine, disk, job.model
-        self.costs = DeviceCosts(machine, disk, own_runtime())
         self.cores = HostCores.of(machine, disk, threads)
         self.assignments = tuple(self.cores.assignments())
+        self.costs = DeviceCosts(machine, disk, own_runtime())
+        self.shares_cores = bool(self.cores.device_threads)
+        """The device computes on the host's cores, so that its times depend on the threads too."""
+        computing = [threads["compute"] for threads in self.assignments]
+        self._same_device = [computing.index(count) for count in computing]
+        """For every assignment the first that gives the device as much."""
+        self.devices: tuple[int | None, ...] = tuple(sorted(set(self._same_device))) if self.shares_cores else (None,)
+        """Assignments that differ in what they give the device, the most last; None: it has its own."""
         self.layers = Counter(job.kinds)
         blocks = [list(job.blocks(*pair)) for pair in pairs]
         ends = np.cumsum([0, *map(len, blocks)]).tolist()
@@ -99,7 +104,10 @@ class ChainTerms:
         self._most_streams = [pair[1] for pair, of_pair in zip(pairs, blocks, strict=True) for _ in of_pair]
         self.weight: Array = np.asarray(np.array([[step.weight] for step in job.steps]) * self.blocks.count)
         self.upload_rate = self.costs.link_rate("upload", True)
-        self.contention = Contention.of(machine, "upload", "host_attention")
+        self.contention = self.costs.contention.get(("upload", "host_attention"), Contention())
+        """Of uploads and the host's attention, under every assignment of threads."""
+        self.costs_with = cache(self._costs_with)
+        self.least_steps = cache(self._least_steps)
         self.steps, self.packed, self.sizes = cache(self._steps), cache(self._packed), cache(self._sizes)
         self.of_pair, self.read_rate, self.attention_shares = cache(self._of_pair), cache(self._read_rate), cache(self._attention_shares)
 
@@ -127,12 +135,32 @@ class ChainTerms:
             shares = [self.share(one) for one in self.assignments]
             return HostShare(np.maximum.reduce([one.attention for one in shares]), max(one.read_bytes_per_s or 0.0 for one in shares))
         by_streams = {count: self.cores.share(threads, count) for count in set(self._most_streams)}
-        reading = next(iter(by_streams.values())).read_bytes_per_s
-        return HostShare(np.array([by_streams[count].attention for count in self._most_streams]), reading)
+        attention = np.array([by_streams[count].attention for count in self._most_streams])
+        return replace(next(iter(by_streams.values())), attention=attention)
+
+    def _costs_with(self, assignment: int | None) -> DeviceCosts:
+        """Prices under an assignment of threads, of every batch."""
+        return DeviceCosts(self.machine, self.disk, self.costs.runtime, self.share(self._threads(assignment)))
 
     def _attention_shares(self, num_micro_batches: int) -> tuple[float, ...]:
         """Rate of the host's attention over the profile's, under each assignment of threads."""
         return tuple(float(self.cores.share(threads, num_micro_batches).attention) for threads in self.assignments)
+
+    def worth_trying(self, num_micro_batches: int) -> tuple[list[int], list[int]]:
+        """Assignments of threads for plans in which the device alone attends, where threads only read; and for those in which the host does
+        too. Among those that leave the device the same, what others exceed is left out."""
+        alone: list[int] = []
+        both: list[int] = []
+        by_device: dict[int, list[int]] = {}
+        for number, threads in enumerate(self.assignments):
+            by_device.setdefault(threads["compute"] if self.shares_cores else 0, []).append(number)
+        shares = self.attention_shares(num_micro_batches)
+        for numbers in by_device.values():
+            alone.append(max(numbers, key=self.read_rate))
+            # What attends on cores that the device shares slows it: more of it is not always better.
+            pairs = [(self.read_rate(number), shares[number]) for number in numbers]
+            both += numbers if self.shares_cores else [numbers[place] for place in _undominated(pairs)]
+        return alone, both
 
     def _read_rate(self, assignment: int | None) -> float:
         """Bytes per second of the disk under an assignment of threads; 0 where it has none."""
@@ -141,34 +169,36 @@ class ChainTerms:
     def _threads(self, assignment: int | None) -> dict[TaskClass, int] | None:
         return None if assignment is None else self.assignments[assignment]
 
-    def _packed(self, formats: tuple[tuple[TensorClass, str], ...], products: tuple[Products, Products]) -> Array:
-        """Seconds that quantized weights add to the device's work, by step and batch: widening each layer once for all micro-batches, or
-        dequantizing in the products; negative where the latter reads so much less."""
-        prices, chosen = BatchPrices(self.job, self.costs, "fp16", "device"), dict(formats)
-        groups: list[tuple[int | None, int]] = [*self.layers.items()]
-        if self.model.head.tensor_class in chosen:
-            groups.append((None, 1))
+    def _packed(self, formats: tuple[tuple[TensorClass, str], ...], products: tuple[str, str], assignment: int | None = None) -> Array:
+        """Seconds that formats of the weights and ways of the products add to the device's work, by step and batch: what is widened once
+        for all micro-batches, or what products take longer; negative where they take less."""
+        if assignment is not None and self._same_device[assignment] != assignment:
+            return self.packed(formats, products, self._same_device[assignment])
+        costs = self.costs_with(assignment) if self.shares_cores else self.costs
+        prices, chosen = BatchPrices(self.job, costs, "fp16", "device"), dict(formats)
+        groups: list[tuple[int | None, int]] = [*self.layers.items(), (None, 1)]
         found: Array = np.zeros(self.weight.shape)
-        if not chosen:
-            return found
         for row, step in enumerate(self.job.steps):
-            size = self.job.size(self.blocks, step.step)
+            if row > 1:
+                found[row] = found[1]  # all decode steps compute as many rows
+                continue
+            size, way = self.job.size(self.blocks, step.step), products[min(1, step.step)]
             for layer, count in groups:
-                widening = prices.widening_s(layer, chosen)
-                if widening and products[min(1, step.step)] == "dequantizing":
-                    found[row] += count * self.blocks.num_batches * prices.fusing_s(layer, size, chosen)
+                if costs.processing.in_products(way):
+                    found[row] += count * self.blocks.num_batches * prices.gain_s(layer, size, chosen, way)
                 else:
-                    found[row] += count * widening
+                    found[row] += count * prices.widening_s(layer, chosen)
         return found
 
     def _steps(self, kv_format: str, assignment: int | None = None) -> StepTerms:
         """Steps × batches, hidden states on the host; `assignment` of `assignments`, None: the best of all for each resource."""
-        costs = DeviceCosts(self.machine, self.disk, self.costs.runtime, self.share(self._threads(assignment)))
+        costs = self.costs_with(assignment)
         prices = BatchPrices(self.job, costs, kv_format, "host")
         shape = self.weight.shape
         sums = {name: np.zeros((*shape, len(PLACES))) for name in ("device", "upload", "attend", "output", "read", "store", "write")}
         hidden = {name: np.zeros(shape) for name in ("load", "store", "largest", "head")}
         times = self.blocks.num_batches
+        crossings = 1 - 1 / self.model.num_layers if self.shares_cores else 1.0
         for row, step in enumerate(self.job.steps):
             size = self.job.size(self.blocks, step.step)
             hidden["head"][row] = prices.head_s(size) * times
@@ -185,8 +215,8 @@ class ChainTerms:
                     sums["store"][row, :, place] += many * work.store_kv
                     sums["write"][row, :, place] += many * work.write
                     hidden["largest"][row] = np.maximum(hidden["largest"][row], work.store_kv + work.store_hidden)
-                hidden["load"][row] += many * work.load_hidden
-                hidden["store"][row] += many * work.store_hidden
+                hidden["load"][row] += many * crossings * work.load_hidden
+                hidden["store"][row] += many * crossings * work.store_hidden
         base = sums["device"].min(axis=2)
         early = np.zeros(shape, dtype=bool)
         early[1:] = np.array([[step.weight <= 1] for step in self.job.steps[1:]], dtype=bool).reshape(-1, 1)
@@ -209,6 +239,12 @@ class ChainTerms:
             hidden["largest"],
         )
 
+    def _least_steps(self, kv_format: str, device: int | None) -> StepTerms:
+        """What no assignment with this much for the device goes below."""
+        if device is None:
+            return self.steps(kv_format)
+        return least_of([self.steps(kv_format, number) for number, same in enumerate(self._same_device) if same == device])
+
     def _of_pair(self, pair: tuple[int, int], kv_format: str, hidden_moves: bool, assignment: int) -> StepTerms:
         """The steps of one batch's blocks, one after another."""
         begin, end = self.places[pair]
@@ -225,8 +261,29 @@ class ChainTerms:
         return StepTerms(names, **arrays)
 
     def packed_of_pair(
-        self, pair: tuple[int, int], formats: tuple[tuple[TensorClass, str], ...], products: tuple[Products, Products]
+        self, pair: tuple[int, int], formats: tuple[tuple[TensorClass, str], ...], products: tuple[str, str], assignment: int
     ) -> Array:
         """`packed` of one batch, in the order of `of_pair`."""
         begin, end = self.places[pair]
-        return np.asarray(self.packed(formats, products)[:, begin:end].T.reshape(-1))
+        packed = self.packed(formats, products, assignment if self.shares_cores else None)
+        return np.asarray(packed[:, begin:end].T.reshape(-1))
+
+
+SECONDS = (
+    "device", "attend_device", "upload", "attend_host", "attend_upload", "read", "store", "write", "load_hidden", "store_hidden",
+)  # fmt: skip
+
+
+def least_of(tables: Sequence[StepTerms]) -> StepTerms:
+    """What no table goes below."""
+    least = {name: np.minimum.reduce([getattr(table, name) for table in tables]) for name in SECONDS}
+    largest = np.maximum.reduce([table.largest_store for table in tables])
+    return replace(tables[0], largest_store=largest, **least)
+
+
+def _undominated(pairs: list[tuple[float, float]]) -> Iterator[int]:
+    """Numbers of the pairs that no other exceeds or equals in both; of equal ones the first."""
+    for number, (first, second) in enumerate(pairs):
+        others = [pair for place, pair in enumerate(pairs) if pair != (first, second) or place < number]
+        if not any(a >= first and b >= second for a, b in others):
+            yield number

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
-from lmoffload_solver.chain_prices import BatchPrices, Part, elements_of
+from lmoffload_solver.chain_prices import BatchPrices, Part
 from lmoffload_solver.chain_schedule import BatchWork, UnitWork
-from lmoffload_solver.costs import Contention
+from lmoffload_solver.chain_slowing import slowed
+from lmoffload_solver.chain_tasks import head_pieces
 from lmoffload_solver.decision import ChainBlock, Decision, Job, KVUnit, StepSize
 from lmoffload_solver.device_costs import DeviceCosts
-from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.model import TensorShape
 
 
@@ -31,16 +30,18 @@ class ChainWork:
 
     def block(self, block: ChainBlock) -> list[list[UnitWork]]:
         """The sampled steps of a block, tasks that slow each other stretched."""
-        steps = [self.step(block, step.step) for step in self.steps]
-        contention = Contention.of(self.costs.machine, "upload", "host_attention")
-        return _slowed(steps, self.runtime.overlap, contention)
+        return slowed([self.step(block, step.step) for step in self.steps], self.runtime.overlap, self.costs.contention)
 
     def step(self, block: ChainBlock, step: int) -> list[UnitWork]:
-        """The units of one step: each layer or half of one, and the output head. Equal units are one object."""
+        """The units of one step: each layer or half of one, and the output head or its pieces. Equal units are one object."""
         size = self.job.size(block, step)
         different, numbers = self._cut(block.num_batches)
         units = [self._unit(layer, part, moved, kv, size) for layer, part, moved, kv in different]
-        return [*(units[number] for number in numbers), self._head(block, size)]
+        layers = [units[number] for number in numbers]
+        if self.costs.processing.keeps_ends:
+            layers[0] = _replaced(layers[0], load_hidden=0.0)
+            layers[-1] = _replaced(layers[-1], store_hidden=0.0)
+        return [*layers, *self._heads(block, size)]
 
     def _kinds(self, num_batches: int) -> tuple[list[tuple[int, Part, tuple[int, int], tuple[KVUnit, ...]]], list[int]]:
         """The different units of a step, each by the first like it, and for every unit the number of its kind."""
@@ -65,13 +66,13 @@ class ChainWork:
     def _unit(self, layer: int, part: Part, moved: tuple[int, int], kv: Sequence[KVUnit], size: StepSize) -> UnitWork:
         read, upload = self._weights(*moved)
         prices, decision = self.prices, self.decision
-        widening = float(self.costs.dequantize_s(self._quantized(prices.tensors(layer, part))))
+        widening = prices.widening_s(layer, decision.formats, part)
         if self.runtime.dequantizes_per == "micro_batch":
             return UnitWork(layer, read, upload, 0.0, tuple(prices.one(layer, part, unit, size, widening) for unit in kv))
-        batches = tuple(prices.one(layer, part, unit, size) for unit in kv)
-        if widening and decision.products(size.step) == "dequantizing":
-            more = float(prices.fusing_s(layer, size, decision.formats))
-            return UnitWork(layer, read, upload, 0.0, tuple(_recomputed(batch, more) for batch in batches))
+        batches, products = tuple(prices.one(layer, part, unit, size) for unit in kv), decision.products(size.step)
+        if self.costs.processing.in_products(products):
+            more = float(prices.gain_s(layer, size, decision.formats, products))
+            return UnitWork(layer, read, upload, 0.0, tuple(_recomputed(batch, more) for batch in batches) if more else batches)
         return UnitWork(layer, read, upload, widening, batches)
 
     def _weights_s(self, host_bytes: int, disk_bytes: int) -> tuple[float, float]:
@@ -81,75 +82,40 @@ class ChainWork:
         from_host = float(self.costs.upload_s(host_bytes, locked))
         return (read + from_disk, from_host) if self.runtime.stages_disk else (read, from_disk + from_host)
 
-    def _quantized(self, tensors: Sequence[TensorShape]) -> int:
-        return elements_of([t for t in tensors if self.decision.format_of(t) in QUANTIZED])
+    def _heads(self, block: ChainBlock, size: StepSize) -> list[UnitWork]:
+        """The output head; where it moves up in pieces, each is a unit, and sampling belongs to the last."""
+        whole = self._head(block, size)
+        pieces = head_pieces(self.model, self.decision) if self.costs.processing.keeps_ends else ()
+        if len(pieces) < 2:
+            return [whole]
+        around = float(self.prices.around_s(size))
+        product = whole.batches[0].compute - around - self.costs.processing.task_s
+        moved, units = self._moved((self.model.head,)), []
+        for first, end in pieces:
+            share = (end - first) / pieces[-1][1]
+            read, upload = self._weights(round(moved[0] * share), round(moved[1] * share))
+            seconds = product * share + self.costs.processing.task_s + (around if (first, end) == pieces[-1] else 0.0)
+            units.append(UnitWork(None, read, upload, 0.0, (BatchWork(compute=seconds),) * block.num_batches))
+        return units
 
     def _head(self, block: ChainBlock, size: StepSize) -> UnitWork:
         head = self.model.head
         read, upload = self._weights(*self._moved((head,)))
-        widening = float(self.costs.dequantize_s(self._quantized((head,))))
-        compute = float(self.prices.head_s(size))
+        widening = self.prices.widening_s(None, self.decision.formats)
+        compute, products = float(self.prices.head_s(size)), self.decision.products(size.step)
         if self.runtime.dequantizes_per == "micro_batch":
             compute, widening = compute + widening, 0.0
-        elif widening and self.decision.products(size.step) == "dequantizing":
-            compute, widening = compute + float(self.prices.fusing_s(None, size, self.decision.formats)), 0.0
+        elif self.costs.processing.in_products(products):
+            compute, widening = compute + float(self.prices.gain_s(None, size, self.decision.formats, products)), 0.0
         return UnitWork(None, read, upload, widening, (BatchWork(compute=compute),) * block.num_batches)
+
+
+def _replaced(unit: UnitWork, **fields: float) -> UnitWork:
+    """The unit with these fields of every micro-batch that the host does not attend to."""
+    return replace(unit, batches=tuple(work if work.attend else replace(work, **fields) for work in unit.batches))
 
 
 def _recomputed(work: BatchWork, more: float) -> BatchWork:
     """The same with products that take so much longer, before and after attention alike."""
     before = work.compute / (work.compute + work.after) if work.after else 1.0
     return replace(work, compute=work.compute + more * before, after=work.after + more * (1 - before))
-
-
-def _slowed(steps: list[list[UnitWork]], overlap: str, slow: Contention) -> list[list[UnitWork]]:
-    """Uploads and host attention stretched where they run at once: over a whole step between queues, turn by turn between barriers."""
-    if overlap == "none" or slow == Contention():
-        return steps
-    return [_step_slowed(step, slow) for step in steps] if overlap == "queues" else _turns_slowed(steps, slow)
-
-
-def _step_slowed(step: list[UnitWork], slow: Contention) -> list[UnitWork]:
-    upload = sum(unit.upload + sum(b.load_kv + b.load_hidden for b in unit.batches) for unit in step)
-    attend = sum(b.attend for unit in step for b in unit.batches)
-    if not upload or not attend:
-        return step
-    both = slow.stretched(upload, attend)
-    u, a = both[0] / upload, both[1] / attend
-    stretched: dict[int, UnitWork] = {}
-    for unit in step:
-        if id(unit) not in stretched:
-            stretched[id(unit)] = _stretched(unit, u, [(u, a)] * len(unit.batches))
-    return [stretched[id(unit)] for unit in step]
-
-
-def _turns_slowed(steps: list[list[UnitWork]], slow: Contention) -> list[list[UnitWork]]:
-    flat = [unit for step in steps for unit in step]
-    turns: dict[int, list[tuple[float, float]]] = {}
-    weights = [1.0] * len(flat)
-    for number, unit in enumerate(flat):
-        following = flat[number + 1].upload if number + 1 < len(flat) else 0.0
-        found = []
-        for batch, work in enumerate(unit.batches):
-            upload = work.load_kv + work.load_hidden + (following if batch == 0 else 0.0)
-            if not upload or not work.attend:
-                found.append((1.0, 1.0))
-                continue
-            both = slow.stretched(upload, work.attend)
-            found.append((both[0] / upload, both[1] / work.attend))
-        turns[number] = found
-        if number + 1 < len(flat):
-            weights[number + 1] = found[0][0]
-    slowed = [_stretched(unit, weights[number], turns[number]) for number, unit in enumerate(flat)]
-    ends = [0]
-    for step in steps:
-        ends.append(ends[-1] + len(step))
-    return [slowed[first:end] for first, end in pairwise(ends)]
-
-
-def _stretched(unit: UnitWork, weights: float, batches: Sequence[tuple[float, float]]) -> UnitWork:
-    scaled = tuple(
-        replace(work, load_kv=work.load_kv * u, load_hidden=work.load_hidden * u, attend=work.attend * a)
-        for work, (u, a) in zip(unit.batches, batches, strict=True)
-    )
-    return replace(unit, upload=unit.upload * weights, batches=scaled)

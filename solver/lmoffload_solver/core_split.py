@@ -98,6 +98,8 @@ def work_of(machine: MachineProfile, disk: Disk, decision: Decision, simulated: 
     busy = {name: simulated.prefill.busy.get(name, 0.0) + simulated.decode.busy.get(name, 0.0) for name in ("host_attention", "disk_read")}
     speedups = speedups_of(cores)
     launching = machine.overheads.layer_s * len(decision.kv) * decision.num_micro_batches
+    if cores.device_threads:
+        launching = simulated.prefill.busy.get("device", 0.0) + simulated.decode.busy.get("device", 0.0)
     seconds: dict[TaskClass, float] = {"compute": launching, "host_attention": busy["host_attention"], "disk_io": busy["disk_read"]}
     if decision.threads:
         streams, each = cores.streams(decision.threads["host_attention"], decision.num_micro_batches)

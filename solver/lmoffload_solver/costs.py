@@ -39,6 +39,8 @@ ACTIVITY_NAMES: dict[Resource, frozenset[str]] = {
     "host_compute": frozenset({"host_compute", "compute"}),
     "upload": frozenset({"upload", "copy"}),
     "host_attention": frozenset({"host_attention"}),
+    "download": frozenset({"download"}),
+    "device": frozenset({"device"}),
 }
 """A profile's contention entries name activities by resource or by class of task."""
 
@@ -87,13 +89,14 @@ class Contention:
         """The measured pair of a machine; 1 where none was measured."""
         for entry in machine.contention:
             if entry.first in ACTIVITY_NAMES[read] and entry.second in ACTIVITY_NAMES[compute]:
-                return Contention._clamped(entry.first_slowdown, entry.second_slowdown)
+                return Contention.clamped(entry.first_slowdown, entry.second_slowdown)
             if entry.second in ACTIVITY_NAMES[read] and entry.first in ACTIVITY_NAMES[compute]:
-                return Contention._clamped(entry.second_slowdown, entry.first_slowdown)
+                return Contention.clamped(entry.second_slowdown, entry.first_slowdown)
         return Contention()
 
     @staticmethod
-    def _clamped(read: float, compute: float) -> Contention:
+    def clamped(read: float, compute: float) -> Contention:
+        """A measured pair, scaled to what the class promises."""
         read, compute = max(1.0, read), max(1.0, compute)
         scale = min(1.0, 1 / read + 1 / compute)
         return Contention(read * scale, compute * scale)
@@ -157,7 +160,7 @@ class LinearCosts:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = 2.0 * n * k * self._grid / self.rate(*key, self._grid)
-        index = np.minimum(np.asarray(tokens), len(table)).astype(np.int64) - 1
+        index = np.minimum(np.ceil(tokens), len(table)).astype(np.int64) - 1
         return np.asarray(table[index] * np.maximum(1.0, tokens / self._grid[-1]))
 
 
@@ -192,6 +195,12 @@ class DiskCosts:
         curves = self._read.values()
         within = [rate for c in curves for at, rate in zip(c.x, c.y, strict=True) if at <= size]
         return max([*within, *(float(rate_at(curve, size)) for curve in curves)])
+
+    def least_s_per_byte(self, largest_piece: float, largest_unit: float) -> float:
+        """Seconds per byte that no read of a unit of so many bytes goes below: at the best rate, each piece by itself, until the queue is
+        empty."""
+        fit = self._read[min(self._read)].fit
+        return 1 / self.best_rate(largest_piece) + (fit.latency_s / largest_unit if fit is not None else 0.0)
 
 
 @dataclass(frozen=True)
@@ -269,7 +278,7 @@ class MachineCosts:
     def rest_seconds(self, kind: LayerKind, tokens: Array) -> Array:
         """Seconds of a decoder layer outside its linear layers and its attention."""
         overheads = self.machine.overheads
-        return np.asarray(overheads.layer_s + kind.elementwise_bytes * tokens / overheads.elementwise_bytes_per_s)
+        return np.asarray(overheads.layer_s + overheads.elementwise_s(kind.elementwise_bytes * tokens))
 
     def head_seconds(self, model: ModelShape, kernel: str, rows: Array) -> Array:
         """Seconds of the output head over one token of each of `rows` sequences, its hand-over to the pool left out."""

@@ -9,16 +9,17 @@ from typing import Literal
 import numpy as np
 
 from lmoffload_solver import counting
+from lmoffload_solver.accelerator import Accelerator
 from lmoffload_solver.chain_domain import grid
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_predict import costs_of
 from lmoffload_solver.costs import DiskCosts, LayerKind, MachineCosts
-from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, kv_elements
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import plan_in
 from lmoffload_solver.plan import Plan, kept_model
+from lmoffload_solver.roofline_processing import DEVICE_ACTIVATION_BYTES, RooflineProcessing, kv_elements
 from lmoffload_solver.value import Tier
 from lmoffload_solver.what_if import Change, changed
 
@@ -52,7 +53,7 @@ def roofline(model: ModelShape, machine: MachineProfile, plan: Plan) -> Roofline
         StatedError: the profile lacks what the plan needs.
     """
     accelerator = machine.accelerator
-    if accelerator is not None:
+    if isinstance(accelerator, Accelerator):
         points = tuple(_device_points(model, machine, plan))
         return Roofline("device", accelerator.memory_bytes_per_s, max(accelerator.products.flops_per_s), points)
     threads = plan.threads["compute"]
@@ -60,7 +61,9 @@ def roofline(model: ModelShape, machine: MachineProfile, plan: Plan) -> Roofline
     flops = [max(curve.flops_per_s.y) for curve in machine.linear if curve.threads == threads]
     if not memory or not flops:
         raise StatedError(f"The machine profile {machine.name!r} lacks rates of memory or products; run `lmoffload profile` again.")
-    return Roofline("host", max(memory), max(flops), tuple(_host_points(kept_model(model, plan), machine, plan)))
+    return Roofline(
+        "host" if accelerator is None else "device", max(memory), max(flops), tuple(_host_points(kept_model(model, plan), machine, plan))
+    )
 
 
 def _host_points(model: ModelShape, machine: MachineProfile, plan: Plan) -> Iterator[RooflinePoint]:
@@ -84,7 +87,8 @@ def _host_points(model: ModelShape, machine: MachineProfile, plan: Plan) -> Iter
 
 
 def _device_points(model: ModelShape, machine: MachineProfile, plan: Plan) -> Iterator[RooflinePoint]:
-    costs = costs_of(machine, decision_of(model, plan))
+    costs = costs_of(machine, decision_of(model, plan)).processing
+    assert isinstance(costs, RooflineProcessing)
     rows, length = float(plan.micro_batch), float(plan.workload.max_prompt_len)
     matrices = counting.layer_matrices(model, 0)
     elements = sum(counting.matrix_size(t)[0] * counting.matrix_size(t)[1] for t in matrices)
@@ -94,10 +98,10 @@ def _device_points(model: ModelShape, machine: MachineProfile, plan: Plan) -> It
         yield RooflinePoint(name, flops / num_bytes, flops / costs.product_s(tokens, elements, len(matrices)))
     kv = rows * kv_elements(shape, counting.kv_tokens(shape, round(length)))
     flops = 2 * kv * shape.num_heads / shape.num_kv_heads
-    yield RooflinePoint("attention, decode", flops / (DEVICE_ACTIVATION_BYTES * kv), flops / costs.decode_attention_s(kv))
+    yield RooflinePoint("attention, decode", flops / (DEVICE_ACTIVATION_BYTES * kv), flops / costs.decode_elements_s(kv))
     flops = rows * counting.prefill_attention_flops(shape, round(length))
     moved = DEVICE_ACTIVATION_BYTES * rows * length * (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.key_dim
-    yield RooflinePoint("attention, prefill", flops / moved, flops / costs.prefill_attention_s(flops))
+    yield RooflinePoint("attention, prefill", flops / moved, flops / costs.prefill_flops_s(flops))
 
 
 def by_batch(model: ModelShape, machine: MachineProfile, plan: Plan) -> tuple[tuple[int, float], ...]:

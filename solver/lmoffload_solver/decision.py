@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,8 +20,9 @@ from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import TaskClass, TensorClass, Tier
 from lmoffload_solver.workload import Workload
 
-Products: TypeAlias = Literal["widen", "dequantizing"]
-"""How products take quantized weights: from a widened copy of the layer, or dequantizing them in their inner loop."""
+Products: TypeAlias = str
+"""How products take weights. On a device given by a roofline quantized ones: "widen", from a widened copy of the layer, or "dequantizing",
+in their inner loop. On one that runs the host's kernels: the kernel of a phase, as in `plan.KernelsPlan`."""
 
 MOST_RUNS = 6
 """Runs of equal blocks that stand for all blocks of a job whose prompts differ."""

@@ -7,6 +7,7 @@ logits take the maximum. The peak is that of the first, largest block.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -14,12 +15,13 @@ from math import inf
 import numpy as np
 
 from lmoffload_solver import counting
+from lmoffload_solver.accelerator import Accelerator, EmulatedDevice
 from lmoffload_solver.decision import Decision, Job, KVUnit
-from lmoffload_solver.device_costs import DEVICE_ACTIVATION_BYTES, kv_bytes, kv_elements
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.lengths import Amount
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.model import LayerShape
+from lmoffload_solver.model import LayerShape, TensorShape
+from lmoffload_solver.roofline_processing import DEVICE_ACTIVATION_BYTES, kv_bytes, kv_elements
 from lmoffload_solver.value import TensorClass, Tier
 from lmoffload_solver.workload import Limits
 
@@ -54,11 +56,16 @@ class KVBuffers:
 
 
 class ChainMemory:
-    """Memory of a job on a machine with a device."""
+    """Memory of a job on a machine with a device of its own."""
+
+    head_in_pieces = False
+    base_kv = "fp16"
+    """As wide as a format of keys and values gets."""
 
     def __init__(self, job: Job, machine: MachineProfile, limits: Limits) -> None:
         self.job, self.machine, self.model = job, machine, job.model
         assert machine.accelerator is not None
+        self.reserved = machine.accelerator.reserved_bytes if isinstance(machine.accelerator, Accelerator) else 0
         device, host = machine.accelerator.memory_bytes, machine.host.memory_usable_bytes
         self.capacity: dict[Tier, int] = {
             "device": device if limits.device_memory_bytes is None else min(device, limits.device_memory_bytes),
@@ -74,6 +81,10 @@ class ChainMemory:
         self.widened = cache(self._widened_weights)
         self.kv_token_bytes, self.kv_buffers = cache(self._kv_token_bytes), cache(self._kv_buffers)
         self.vectors = counting.vector_bytes(self.model) * DEVICE_ACTIVATION_BYTES // counting.ACTIVATION_BYTES
+
+    def room_bytes(self, tensor: TensorShape, num_bytes: int) -> int:
+        """What a tensor kept in `num_bytes` takes of a memory."""
+        return num_bytes
 
     def _kv_token_bytes(self, kv_format: str) -> float:
         """Bytes of a sequence's keys and values over all layers when it is finished."""
@@ -108,11 +119,10 @@ class ChainMemory:
     def transients(self, rows: Amount, block: Amount, hidden: Tier, kv_format: str, widened: Amount, *, eager: bool = False) -> Transients:
         """Everything but homes and buffers of weights and KV, for micro-batches of `rows` and blocks of `block` sequences, with `widened`
         elements of weights in a 16-bit copy."""
-        assert self.machine.accelerator is not None
         on_device = hidden == "device"
         widened_kv = rows * self._largest_kv if kv_format in QUANTIZED else 0
         device = {
-            "reserved": self.machine.accelerator.reserved_bytes,
+            "reserved": self.reserved,
             "vectors": self.vectors,
             "hidden": self.hidden_bytes(block) if on_device else 2 * BUFFERS * self.hidden_bytes(rows),
             "work": self.work_bytes(rows, eager=eager),
@@ -126,7 +136,7 @@ class ChainMemory:
         homes: Counter[Tier] = Counter()
         for tensor in self.model.tensors:
             if tensor.is_matrix:
-                homes[decision.homes[tensor.name]] += decision.tensor_bytes(tensor)
+                homes[decision.homes[tensor.name]] += self._room_of(tensor, decision)
         streamed, staged = self.largest_streams(decision)
         for tier, named in parts.items():
             named["weights"] = homes[tier]
@@ -163,16 +173,23 @@ class ChainMemory:
 
     def largest_streams(self, decision: Decision) -> tuple[int, int]:
         """Bytes of the largest layer (or head) that (goes up, comes from disk)."""
-        sizes = []
-        groups = [counting.layer_matrices(self.model, layer) for layer in range(self.model.num_layers)]
-        for tensors in [*groups, (self.model.head,)]:
-            away = sum(decision.tensor_bytes(t) for t in tensors if decision.homes[t.name] != "device")
-            sizes.append((away, sum(decision.tensor_bytes(t) for t in tensors if decision.homes[t.name] == "disk")))
+        sizes = [self._streams(counting.layer_matrices(self.model, layer), decision) for layer in range(self.model.num_layers)]
+        sizes.append(self._head_streams(decision))
         return max(size for size, _ in sizes), max(size for _, size in sizes)
+
+    def _streams(self, tensors: Sequence[TensorShape], decision: Decision) -> tuple[int, int]:
+        away = [(decision.homes[t.name], self._room_of(t, decision)) for t in tensors if decision.homes[t.name] != "device"]
+        return sum(size for _, size in away), sum(size for home, size in away if home == "disk")
+
+    def _head_streams(self, decision: Decision) -> tuple[int, int]:
+        return self._streams((self.model.head,), decision)
+
+    def _room_of(self, tensor: TensorShape, decision: Decision) -> int:
+        return self.room_bytes(tensor, decision.tensor_bytes(tensor))
 
     def widened_by(self, decision: Decision) -> int:
         """Elements of weights that a decision keeps a 16-bit copy of: the quantized ones of a layer or the head, or, copied for each
-        micro-batch, of a matrix; none where all products dequantize in their inner loop."""
+        micro-batch, of a matrix; none where all products take them as they are kept."""
         if decision.prefill_products == decision.decode_products == "dequantizing":
             return 0
         return self.widened(tuple(decision.formats.items()), decision.runtime.dequantizes_per == "block")
@@ -201,6 +218,13 @@ class ChainMemory:
                 for tier, size in needed.of(unit).items():
                     buffers[tier] = max(buffers[tier], size)
         return homes, buffers
+
+
+def memory_of(job: Job, machine: MachineProfile, limits: Limits) -> ChainMemory:
+    """Memory of a job on a machine with a device, its own or an emulated one."""
+    from lmoffload_solver.arena_memory import ArenaMemory
+
+    return ArenaMemory(job, machine, limits) if isinstance(machine.accelerator, EmulatedDevice) else ChainMemory(job, machine, limits)
 
 
 def _granted(limits: Limits, weights_bytes: int) -> float:

@@ -11,16 +11,16 @@ import numpy as np
 from lmoffload_solver import counting
 from lmoffload_solver.blocks import Block, JobCosts, StepSeconds
 from lmoffload_solver.candidate import Candidate
-from lmoffload_solver.closed_form import StepSums, least_streamed, reading_bound_s, streaming_bound_s
+from lmoffload_solver.closed_form import Reading, StepSums, bounds_s, cases_of, reading_bound_s
 from lmoffload_solver.costs import Contention, Phase, num_requests
 from lmoffload_solver.counting import Array
 from lmoffload_solver.kv_homes import Transfers, layers_on_disk
+from lmoffload_solver.matrix_kinds import LargestLayer, Streaming, kinds_of, layers_alike, streaming_of
 from lmoffload_solver.memory import Parts
-from lmoffload_solver.model import ModelShape
 from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Choices, ProgramStep, WeightClass
 from lmoffload_solver.rounding import Level, Placement, Rounding, Stream
-from lmoffload_solver.schedule import largest_read
+from lmoffload_solver.schedule import aligned_bytes
 from lmoffload_solver.simulate import StagedStep, StepWork, pipeline, staged_pipeline
 from lmoffload_solver.variants import Variant
 
@@ -52,10 +52,13 @@ class Evaluator:
         self.memory = prices.memory(variant.kv_format)
         self.roundings: dict[Stream, Rounding] = {"layer": Rounding(model, "layer"), "matrix": Rounding(model, "matrix")}
         self.head_bytes = counting.tensor_bytes(model.head)
-        self.classes: dict[Stream, tuple[WeightClass, ...]] = {"layer": _classes(model, "layer"), "matrix": _classes(model, "matrix")}
-        self.largest_unit: dict[Stream, int] = {
-            stream: max(level.largest_part for ladder in rounding.ladders for level in ladder.levels)
-            for stream, rounding in self.roundings.items()
+        self.kinds = kinds_of(model)
+        stored = max(sum(counting.tensor_bytes(t) for t in counting.layer_matrices(model, n)) for n in range(model.num_layers))
+        aligned = max(ladder.whole for ladder in self.roundings["layer"].ladders)
+        largest = LargestLayer(model.num_layers, stored, aligned, layers_alike(model))
+        self.streaming: dict[Stream, Streaming] = {
+            "layer": streaming_of(self.kinds, "layer", largest, self.head_bytes, prices),
+            "matrix": streaming_of(self.kinds, "matrix", largest, self.head_bytes, prices),
         }
         self.block_steps = cache(self._block_steps)
         self.sums = cache(self._sums)
@@ -81,26 +84,29 @@ class Evaluator:
 
     def bound_s(self, candidate: Candidate) -> float:
         """Seconds of the job that no placement of a candidate goes below (`bounds.Bounds`); infinite: none fits."""
-        depths = np.array([float(candidate.prefetch_depth)])
-        rounding, room = self.roundings[candidate.stream], self.room(candidate, True)
-        total = float(self.head_bytes + sum(c.num_bytes for c in self.classes[candidate.stream] if c.unit_bytes))
-        least = least_streamed(total, self.head_bytes, rounding.num_units, room, depths)
-        return float(self._streaming_bound_s(candidate, least)[0]) if np.isfinite(least[0]) else float("inf")
+        room, streaming = float(self.room(candidate, True)), self.streaming[candidate.stream]
+        cases = cases_of(streaming.layers, streaming.head, room, (candidate.prefetch_depth,))
+        sums, moved = self.sums(candidate)
+        return float(bounds_s(sums, self.prices.costs(candidate.threads).contention, cases, [moved]).min())
 
-    def _streaming_bound_s(self, candidate: Candidate, streamed: Array) -> Array:
-        costs = self.prices.costs(candidate.threads)
-        depths = np.full(len(streamed), float(candidate.prefetch_depth))
-        largest, rate = self.largest_unit[candidate.stream], self.read_rate(candidate)
-        return streaming_bound_s(self.sums(candidate), costs.contention, rate, largest, self.head_bytes, depths, streamed)
-
-    def read_rate(self, candidate: Candidate) -> float:
-        """Bytes per second that no unit's read exceeds."""
-        return self.disk.best_rate(largest_read(self.largest_unit[candidate.stream], self.head_bytes))
-
-    def _sums(self, candidate: Candidate) -> StepSums:
+    def _sums(self, candidate: Candidate) -> tuple[StepSums, tuple[Array, Array]]:
+        """Computing, and (loads, stores)."""
         steps = self.program_steps(candidate)
-        columns = [(step.weight, step.compute_s, float(step.early), step.layer_s, step.load_s, step.store_s) for step in steps]
-        return StepSums(*np.array(columns).T)
+        columns = [(s.weight, s.compute_s, float(s.early), s.layer_s, s.head_s) for s in steps]
+        return StepSums(*np.array(columns).T), (np.array([s.load_s for s in steps]), np.array([s.store_s for s in steps]))
+
+    def classes(self, stream: Stream) -> tuple[WeightClass, ...]:
+        """The classes of the program: the kinds of matrices of the layers, the head, and the embedding table where it is not the head."""
+        streaming, layers = self.streaming[stream], self.model.num_layers
+        classes = []
+        for number, (kind, one_s) in enumerate(zip(self.kinds, streaming.one_s, strict=True)):
+            unit = float(kind.aligned) if stream == "matrix" else kind.aligned * kind.count / layers
+            classes.append(WeightClass(f"{kind.tensor_class}.{number}", kind.aligned * kind.count, unit, one_s * kind.count, kind.count))
+        classes.append(WeightClass("head", aligned_bytes(self.head_bytes), 0.0, streaming.head.read_s, looked_up=self.model.tied_head))
+        if not self.model.tied_head:
+            size = aligned_bytes(counting.tensor_bytes(self.model.embedding))
+            classes.append(WeightClass("embedding", size, 0.0, 0.0, streams=False, looked_up=True))
+        return tuple(classes)
 
     def program_choices(self, candidate: Candidate) -> Choices:
         """The linear program's constants for a candidate."""
@@ -108,12 +114,12 @@ class Evaluator:
         weights = self.capacity.weights_bytes
         return Choices(
             self.tiers,
-            self.classes[candidate.stream],
+            self.classes(candidate.stream),
             self.program_steps(candidate),
             candidate.stream,
-            self.largest_unit[candidate.stream],
+            self.streaming[candidate.stream].layers,
+            self.streaming[candidate.stream].head,
             candidate.prefetch_depth,
-            self.read_rate(candidate),
             costs.contention,
             self.capacity.memory_bytes - self.parts(candidate, True).total,
             None if weights is None else weights - self.memory.vectors_bytes,
@@ -136,7 +142,8 @@ class Evaluator:
                         job.total(seconds, 1, False),
                         seconds.lookup,
                         early,
-                        min(seconds.layers) if candidate.stream == "layer" else 0.0,
+                        min(seconds.layers),
+                        seconds.head,
                         *next(staged),
                     )
                 )
@@ -144,10 +151,15 @@ class Evaluator:
 
     def placements(self, candidate: Candidate) -> Iterator[Placement]:
         """Whole-tensor placements to simulate."""
+        rounding, depth = self.roundings[candidate.stream], candidate.prefetch_depth
         for head_at_home in (True, False):
             room = self.room(candidate, head_at_home)
             if room >= 0 and self.kv_fits_disk(candidate):
-                yield from self.roundings[candidate.stream].placements(room, candidate.prefetch_depth, head_at_home)
+                yield from rounding.every(room, depth, head_at_home) if rounding.few else rounding.placements(room, depth, head_at_home)
+
+    def has_all(self, candidate: Candidate) -> bool:
+        """Whether `placements` are all there are."""
+        return self.roundings[candidate.stream].few
 
     def bounded_placements(self, candidate: Candidate) -> list[tuple[float, Placement]]:
         """The placements, each with a bound by the reads of its units, lowest first."""
@@ -157,10 +169,14 @@ class Evaluator:
         depth = candidate.prefetch_depth
         reads = [self.reads(placement) for placement in placements]
         read = np.array([sum(of_step) for of_step in reads])
-        early = np.array([(depth + 1) * max(of_step) for of_step in reads])
-        layers = np.array([float(sum(level.stored > 0 for level in p.layers) - 1) for p in placements])
-        slow = self._contention(candidate)
-        bounds = reading_bound_s(self.sums(candidate), slow, np.full(len(read), float(depth)), read, early, np.maximum(layers, 0.0))
+        largest = np.array([max(of_step) for of_step in reads])
+        layers = np.array([float(sum(level.stored > 0 for level in p.layers)) for p in placements])
+        at_home, beside = np.array([p.head_at_home for p in placements]), np.array(-np.inf) if depth else read
+        beside_head = np.where(at_home, read - (depth + 1) * largest, beside)
+        sums, (load, store) = self.sums(candidate)
+        ahead, any_read = np.full(len(read), float(depth)), np.full(len(read), np.inf)
+        reading = Reading(ahead, read, (depth + 1) * largest, layers, any_read, beside_head, load[None], store[None])
+        bounds = reading_bound_s(sums, self._contention(candidate), reading)
         return sorted(zip(bounds.tolist(), placements, strict=True), key=lambda pair: pair[0])
 
     def reads(self, placement: Placement) -> list[float]:
@@ -273,16 +289,3 @@ class Evaluator:
     ) -> tuple[StepSeconds, ...]:
         return self.job(threads).steps_seconds(block, micro_batch, phase, kernel, prefill_chunk)
 
-
-def _classes(model: ModelShape, stream: Stream) -> tuple[WeightClass, ...]:
-    """The classes of the program: those of the layers, the head, and the embedding table where it is not the head."""
-    sizes: dict[str, list[int]] = {}
-    for layer in range(model.num_layers):
-        for tensor in counting.layer_matrices(model, layer):
-            sizes.setdefault(tensor.tensor_class, []).append(counting.tensor_bytes(tensor))
-    units = {name: len(of_class) if stream == "matrix" else model.num_layers for name, of_class in sizes.items()}
-    classes = [WeightClass(name, sum(of_class), sum(of_class) / units[name]) for name, of_class in sizes.items()]
-    classes.append(WeightClass("head", counting.tensor_bytes(model.head), 0.0, looked_up=model.tied_head))
-    if not model.tied_head:
-        classes.append(WeightClass("embedding", counting.tensor_bytes(model.embedding), 0.0, streams=False, looked_up=True))
-    return tuple(classes)

@@ -142,7 +142,7 @@ def _cores(machine: MachineProfile, plan: Plan, evaluator: Evaluator) -> CoreCho
     all_cores = max(evaluator.prices.linear_threads)
     as_many = candidate_of(evaluator.prices.model, plan)
     default = replace(as_many, threads=all_cores)
-    seconds = [float(sums.compute @ sums.weight) for sums in (evaluator.sums(as_many), evaluator.sums(default))]
+    seconds = [float(sums.compute @ sums.weight) for sums, _ in (evaluator.sums(as_many), evaluator.sums(default))]
     slowed = compute * seconds[1] / seconds[0] * (machine.default_threads_slowdown or 1.0)
     return CoreChoice(
         cores=machine.host.cores,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.lengths import Amount
 from lmoffload_solver.machine import Disk, MachineProfile
+from lmoffload_solver.threads import NEAR_BEST
 from lmoffload_solver.value import TaskClass
 
 SERIAL_SHARE = 0.03
@@ -46,6 +48,12 @@ class HostShare:
     """Rate of attending and dequantizing on the host, over that of all cores."""
     read_bytes_per_s: float | None = None
     """Most that the threads of the disk read; None: what the disk gives."""
+    compute_threads: int = 1
+    """Of a device that computes on the host's cores."""
+    attention_threads: int = 1
+    """Of the host's attention on such a machine."""
+    crowding: float = 1.0
+    """There, threads of both over cores: how much they slow each other."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,8 @@ class HostCores:
     """Bytes per second by requests in flight, fewest first, each number faster than those before."""
     all_cores: float
     """Speed of attention with all cores of the machine, as the profile's rates were taken."""
+    device_threads: tuple[int, ...] = ()
+    """What a device that computes on these cores may have of them, as measured; empty where it has its own."""
 
     @staticmethod
     def of(machine: MachineProfile, disk: Disk, threads: int | None = None) -> HostCores:
@@ -75,13 +85,14 @@ class HostCores:
             if curve.phase == "decode":
                 measured[curve.threads] = max(measured.get(curve.threads, 0.0), *curve.rate.y)
         fewest = min(measured, default=1)
+        device_threads = _device_threads(machine, granted)
         attention = Speedup({n: rate / measured[fewest] for n, rate in measured.items()} if len(measured) > 1 else None)
         reading: dict[int, float] = {}
         for read in sorted(disk.read, key=lambda curve: curve.threads):
             rate = max(read.bytes_per_s.y)
             if rate > max(reading.values(), default=0.0):
                 reading[read.threads] = rate
-        return HostCores(granted, per_node, attention, reading, attention.at(whole))
+        return HostCores(granted, per_node, attention, reading, attention.at(whole), device_threads)
 
     def streams(self, threads: int, most_streams: int) -> tuple[int, int]:
         """(streams, threads of each) that make most of `threads`; of equals the fewest streams."""
@@ -97,16 +108,38 @@ class HostCores:
     def assignments(self) -> Iterator[dict[TaskClass, int]]:
         """Threads of every class of tasks that no other assignment beats for all plans: the disk is read by none or by a number that was
         measured, attention has the rest. With fewer cores than classes each has one thread, and they share the cores."""
+        if self.device_threads:
+            yield from self._shared_with_device()
+            return
         fixed: dict[TaskClass, int] = {"compute": 1, "staging": 1}
         yield {**fixed, "host_attention": max(1, self.cores - 2)}
         for count in self.reading:
             if count == min(self.reading) or count + 3 <= self.cores:
                 yield {**fixed, "disk_io": count, "host_attention": max(1, self.cores - 2 - count)}
 
+    def _shared_with_device(self) -> Iterator[dict[TaskClass, int]]:
+        """The device and the host's attention have any numbers of threads that were measured; together they may have more than there are
+        cores, and then slow each other while both work. Those of the disk and of copies sleep most of the time."""
+        best = max(self.reading.values(), default=0.0)
+        reading = next((count for count, rate in self.reading.items() if rate >= NEAR_BEST * best), 1)
+        for computing, attending in product(self.device_threads, repeat=2):
+            yield {"compute": computing, "host_attention": attending, "disk_io": reading, "staging": 1}
+
     def share(self, threads: Mapping[TaskClass, int], most_streams: int) -> HostShare:
         """What an assignment leaves of the rates."""
+        if self.device_threads:
+            computing, attending = threads["compute"], threads["host_attention"]
+            reads = max((rate for count, rate in self.reading.items() if count <= threads["disk_io"]), default=0.0)
+            return HostShare(1.0, reads, computing, attending, max(1.0, (computing + attending) / self.cores))
         attention = self.attention_share(threads["host_attention"], most_streams)
         classes = sum(threads.values())
         crowded = min(1.0, self.cores / classes)
         reading = [rate for count, rate in self.reading.items() if count <= threads.get("disk_io", 0)]
         return HostShare(attention * crowded, max(reading, default=0.0))
+
+
+def _device_threads(machine: MachineProfile, cores: int) -> tuple[int, ...]:
+    if not isinstance(machine.accelerator, EmulatedDevice):
+        return ()
+    measured = {curve.threads for curve in machine.linear} & {curve.threads for curve in machine.attention}
+    return tuple(sorted(count for count in measured if count <= cores)) or (min(measured),)

@@ -7,11 +7,12 @@ at any point: a plan made from such a curve says so.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from lmoffload_solver.accelerator import Accelerator, Rate, Source
+from lmoffload_solver.accelerator import Accelerator, EmulatedDevice, Rate, Source
 from lmoffload_solver.value import Tier, Value
 
 
@@ -131,8 +132,24 @@ class Overheads(Value):
     """Handing one linear layer to the pool, by its number of threads: waking threads that slept since the layer before is part of it."""
     elementwise_bytes_per_s: float = Field(gt=0)
     """Rate at which `counting.elementwise_bytes` of a layer are worked off (norms, rotary embedding, activation, residuals)."""
+    elementwise_slower: tuple[tuple[float, float], ...] = ()
+    """(bytes of a layer's elementwise work, how many times as long they take as that rate says), ascending: tensors leave the caches.
+    Empty where it was not measured."""
     random_read_s: float = Field(ge=0)
     """One direct 4 KiB read of a table row on disk."""
+    handover_s: float | None = Field(default=None, ge=0)
+    """Handing a task from one thread to another that waits for it; None where it was not measured."""
+    waking: tuple[tuple[float, float], ...] = ()
+    """(seconds for which nothing computed, seconds then lost until cores compute as fast as before), ascending: clocks and caches that were
+    let go. Empty where it was not measured."""
+
+    def elementwise_s(self, layer_bytes: Any) -> Any:
+        """Seconds of one layer's elementwise work of so many bytes, a number or an array."""
+        seconds = layer_bytes / self.elementwise_bytes_per_s
+        if not self.elementwise_slower:
+            return seconds
+        sizes, factors = zip(*self.elementwise_slower, strict=True)
+        return seconds * np.interp(layer_bytes, sizes, factors)
 
     def call_s(self, threads: int) -> float:
         """Handing one linear layer to a pool of `threads`: as measured with the nearest number, the larger of two equally near."""
@@ -148,6 +165,8 @@ class Contention(Value):
     second_slowdown: float = Field(ge=0)
     format: str | None = None
     """Stored format of the weights that are computed with; None: not told."""
+    first_per_s: float | None = Field(default=None, gt=0)
+    """What the first was held to, per second; None: nothing."""
 
 
 class HostLimits(Value):
@@ -186,6 +205,8 @@ class MachineProfile(Value):
     host: HostLimits
     processors: tuple[Processor, ...] = Field(min_length=1)
     memory: tuple[MemoryRate, ...]
+    copies: tuple[MemoryRate, ...] = ()
+    """Bytes per second copied within a tier's memory, beyond the last-level cache."""
     disks: tuple[Disk, ...]
     links: tuple[Link, ...] = ()
     linear: tuple[LinearCurve, ...]
@@ -197,7 +218,7 @@ class MachineProfile(Value):
     versions: dict[str, str] = Field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     """What could not be measured or is unsteady, one sentence each."""
-    accelerator: Accelerator | None = None
+    accelerator: Accelerator | EmulatedDevice | None = None
     """None: the compute tier is host memory."""
     rates: tuple[Rate, ...] = ()
     """Attention, quantizing and dequantizing by processor and way."""

@@ -91,7 +91,7 @@ class JobMemory:
         self._mlp = max(2 * model.hidden_size + _widest_mlp(model) + 2 * model.intermediate_size, _experts(model))
         attention = [2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers]
         self._mid_layer = model.hidden_size + max(*attention, _widest_mlp(model) + model.mlp_width)
-        self._tile_bytes = PACKING_BYTES + max(_tile_bytes(*counting.matrix_size(t)) for t in model.tensors if t.is_matrix)
+        self.tile_bytes = PACKING_BYTES + max(_tile_bytes(*counting.matrix_size(t)) for t in model.tensors if t.is_matrix)
 
     def parts(
         self,
@@ -121,7 +121,7 @@ class JobMemory:
             + chunks * GREENLET_BYTES,
             "vectors": self.vectors_bytes,
             "kv": self.kv.host_bytes(micro_batch, block_rows, kv_on_disk),
-            "tiles": threads * self._tile_bytes,
+            "tiles": threads * self.tile_bytes,
         }
         first, carried = counting.padded(int(self._tokens[rows]), multiple), 0
         kept = (first, tokens + multiple * chunks) if self._scored else (rows, block_rows)

@@ -144,6 +144,9 @@ class Plan(Value):
     """Units read ahead of the one computed; the ring has prefetch_depth + 1 buffers."""
     prefill_chunk: Annotated[int, Field(gt=0)] | None = None
     """Tokens of a micro-batch's prompts that are computed at once, cut at whole blocks of 24; None: all of them. Results are the same."""
+    refill: Annotated[int, Field(gt=0)] | None = None
+    """Of a micro-batch's places, so many are taken by waiting prompts at once when their rows have finished before the block's last; None:
+    none before it ends. Results are the same, and so is the work where all completions are equally long."""
     stream: Literal["layer", "matrix"] = "layer"
     """What streams at once: all streamed matrices of a layer, or each alone: smaller buffers, more switches."""
     runtime: Runtime | None = None
@@ -159,6 +162,11 @@ class Plan(Value):
     remarks: tuple[str, ...] = ()
 
     model_config = Value.model_config | {"populate_by_name": True, "serialize_by_alias": True}
+
+
+def on_device(plan: Plan) -> bool:
+    """Whether the compute tier is a device."""
+    return plan.attention.prefill == "device"
 
 
 def kept_model(model: ModelShape, plan: Plan) -> ModelShape:

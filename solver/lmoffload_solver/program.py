@@ -1,8 +1,9 @@
 """The linear program: for fixed discrete choices, the least job time over the resident fractions of the classes of weights.
 
 Symbols (units): w[c, t] fraction of class c at home in tier t; B_c bytes of class c; S bytes of one ring buffer; T_e seconds of sampled
-step e, which stands for weight_e steps; D = Σ_c w[c, disk]·B_c / R seconds to read a step's streamed bytes at R bytes/s; C_e seconds to
-compute step e; d, k >= 1 slowdown of reading and of computing while both run. One function per family of rows; every row is named.
+step e, which stands for weight_e steps; r_c seconds to read all of class c; D = Σ_c w[c, disk]·r_c seconds to read what streams in a step;
+C_e seconds to compute step e; d, k >= 1 slowdown of reading and of computing while both run. One function per family of rows; every row is
+named.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lmoffload_solver.closed_form import Head, Layers
 from lmoffload_solver.costs import Contention
 from lmoffload_solver.value import Tier
 
@@ -26,6 +28,10 @@ class WeightClass:
     num_bytes: int
     unit_bytes: float
     """Mean bytes of the class in what streams at once, a layer or a matrix; 0 outside the layers."""
+    read_s: float
+    """Seconds to read all of it."""
+    count: int = 1
+    """Matrices of which it is made, all alike."""
     streams: bool = True
     """False for an embedding table that is only looked up."""
     looked_up: bool = False
@@ -44,7 +50,9 @@ class ProgramStep:
     early: bool
     """Units in the ring buffers may have been read before the step begins, while a longer step computed."""
     layer_s: float
-    """Computing of the quickest layer; 0 where layers are cut."""
+    """Computing of the quickest layer."""
+    head_s: float
+    """Computing of the output head."""
     load_s: float = 0.0
     """Loading of keys and values on the disk, at least."""
     store_s: float = 0.0
@@ -61,9 +69,9 @@ class Choices:
     steps: tuple[ProgramStep, ...]
     stream: Literal["layer", "matrix"]
     """What streams at once."""
-    largest_unit_bytes: int
+    layers: Layers
+    head: Head
     prefetch_depth: int
-    read_bytes_per_s: float
     contention: Contention
     memory_bytes: int
     """For homes and ring buffers of matrices in the compute tier, by its capacity."""
@@ -83,15 +91,19 @@ class Solution:
     seconds_per_byte: float
     """Marginal seconds saved by one more byte of the compute tier (or of the user's limit, where that binds)."""
     waiting_s: float
-    """Seconds of the job that are reading and nothing else: marginal seconds per relative slowing of the disk, dT / d ln(1/R)."""
+    """Seconds of the job that are reading and nothing else: marginal seconds per relative slowing of the disk."""
     read_s: float
     """D: seconds of reading in a step."""
 
 
 class Program:
-    """The program of one set of choices, as a PuLP model."""
+    """The program of one set of choices, as a PuLP model.
 
-    def __init__(self, choices: Choices) -> None:
+    Args:
+        whole: matrices are placed whole: an integer program, whose optimum is nearer to what can be placed; it has no duals.
+    """
+
+    def __init__(self, choices: Choices, *, whole: bool = False) -> None:
         import pulp  # its import takes a tenth of a second, and infeasible plans need none
 
         self.pulp = pulp
@@ -110,6 +122,8 @@ class Program:
         self.reading()
         self.computing()
         self.serial()
+        if whole:
+            self.whole()
 
     def placed(self) -> None:
         """placed.c: Σ_t w[c, t] = 1 for each class c."""
@@ -137,9 +151,14 @@ class Program:
 
     def reading(self) -> None:
         """read.e: T_e >= D + loads − early + C_e·k·(1 − 1/d): the reader works through both and is slowed while computing lasts.
-        write.e: T_e >= stores.
-        early: what the ring buffers may already hold, (prefetch depth + 1)·(largest unit) / R, where a longer step came before."""
+        write.e: T_e >= stores. reader: Σ_e weight_e·T_e >= Σ_e weight_e·(D + loads): whatever is read early, it is read.
+        early: what the ring buffers may already hold, the reading of (prefetch depth + 1) of the largest units, where a longer step came
+        before."""
         slow = self._contention()
+        steps = self.choices.steps
+        weights = sum(step.weight for step in steps)
+        total = self.pulp.lpSum(step.weight * seconds for step, seconds in zip(steps, self.seconds, strict=True))
+        self._add("reader", total >= weights * self._read_s() + sum(step.weight * step.load_s for step in steps))
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
             rest = slow.compute * (1 - 1 / slow.read)
             row = seconds >= self._read_s() + step.load_s - self._early_s(step) + rest * self._compute_s(step)
@@ -158,16 +177,35 @@ class Program:
                 self._add(f"compute.{step.name}", row)
 
     def serial(self) -> None:
-        """serial.e, with a single ring buffer: T_e >= D − early + (layers that stream)·(computing of the quickest layer), since a layer is
-        not read before the one that streamed before it is computed; at least Σ_c w[c, disk]·B_c / (bytes of a layer) layers stream."""
-        if self.choices.prefetch_depth:
-            return
-        layer_bytes = self.choices.largest_unit_bytes
-        in_layers = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.unit_bytes]
+        """serial.e, with a single ring buffer: T_e >= D − early + (layers that stream)·(computing of the quickest layer) + w[head, disk]·h:
+        what streams of a layer is not read before the layer that streamed before it is computed; at least Σ_c w[c, disk]·B_c / (bytes of a
+        layer) layers stream; h is computing the head. head.e: T_e >= D − early + w[head, host]·h − (reading the ring's buffers), and with a
+        single one the layers that stream: a head at home is computed in one go, while no more is read than the ring holds."""
+        depth, head, layers = self.choices.prefetch_depth, self.fraction["head"], self.choices.layers
+        streamed = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.unit_bytes]
+        ring_s = (depth + 1) * layers.most_s_per_byte * self.buffer
         for step, seconds in zip(self.choices.steps, self.seconds, strict=True):
-            share = step.layer_s / layer_bytes if layer_bytes else 0.0
-            row = seconds >= self._read_s() - self._early_s(step) + share * self.pulp.lpSum(in_layers)
-            self._add(f"serial.{step.name}", row)
+            read_s = self._read_s() - self._early_s(step)
+            waits = 0 if depth else step.layer_s / layers.largest_bytes * self.pulp.lpSum(streamed)
+            self._add(f"head.{step.name}", seconds >= read_s + waits + step.head_s * head[self.near] - ring_s)
+            if not depth:
+                self._add(f"serial.{step.name}", seconds >= read_s + waits + step.head_s * head[self.far])
+
+    def whole(self) -> None:
+        """whole.c: w[c, disk] = (matrices of class c that stream) / (matrices of c); some.c and largest.c: S holds the largest of them."""
+        for c in self.choices.classes:
+            number = self.model.add_variable(f"n.{c.name}", 0, c.count, self.pulp.LpInteger)
+            self._add(f"whole.{c.name}", c.count * self.fraction[c.name][self.far] == number)
+            if c.streams and c.unit_bytes:
+                streams = self.model.add_variable(f"y.{c.name}", 0, 1, self.pulp.LpInteger)
+                self._add(f"some.{c.name}", number <= c.count * streams)
+                self._add(f"largest.{c.name}", c.num_bytes / c.count * streams <= self.buffer)
+
+    def bound_s(self) -> float | None:
+        """Seconds that nothing goes below; None where the rows contradict each other."""
+        with _silent_stdout():
+            self.model.solve(self.pulp.HiGHS(msg=False))
+        return float(self.pulp.value(self.model.objective)) if self.pulp.LpStatus[self.model.status] == "Optimal" else None
 
     def solve(self) -> Solution | None:
         """The optimum; None where the rows contradict each other."""
@@ -178,25 +216,26 @@ class Program:
         duals = {name: float(row.pi) for name, row in self.rows.items()}
         bound_to_memory = duals.get(f"capacity.{self.near}", 0.0) + duals.get("capacity.weights", 0.0)
         fractions = {c: {tier: float(v.value()) for tier, v in by_tier.items()} for c, by_tier in self.fraction.items()}
-        streamed = sum(c.num_bytes * fractions[c.name][self.far] for c in self.choices.classes if c.streams)
+        read_s = sum(c.read_s * fractions[c.name][self.far] for c in self.choices.classes if c.streams)
         return Solution(
             float(self.pulp.value(self.model.objective)),
             fractions,
             float(self.buffer.value()),
             duals,
             -bound_to_memory,
-            self._waiting_s(duals, streamed / self.choices.read_bytes_per_s),
-            streamed / self.choices.read_bytes_per_s,
+            self._waiting_s(duals, read_s),
+            read_s,
         )
 
     def _waiting_s(self, duals: dict[str, float], read_s: float) -> float:
         slow = self._contention()
         rest = slow.read * (1 - 1 / slow.compute)
-        total = 0.0
+        total = duals["reader"] * sum(step.weight * (read_s + step.load_s) for step in self.choices.steps)
         for step in self.choices.steps:
             both = duals[f"read.{step.name}"] + rest * duals.get(f"compute.{step.name}", 0.0)
             total += both * (read_s + step.load_s - self._early_s(step))
-            total += duals.get(f"serial.{step.name}", 0.0) * (read_s - self._early_s(step))
+            one_by_one = duals.get(f"serial.{step.name}", 0.0) + duals.get(f"head.{step.name}", 0.0)
+            total += one_by_one * (read_s - self._early_s(step))
         return total
 
     def _add(self, name: str, row: Any) -> None:
@@ -209,11 +248,11 @@ class Program:
         return self.choices.contention if ahead else Contention()
 
     def _read_s(self) -> Any:
-        streamed = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams]
-        return self.pulp.lpSum(streamed) * (1 / self.choices.read_bytes_per_s)
+        return self.pulp.lpSum(c.read_s * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams)
 
     def _early_s(self, step: ProgramStep) -> float:
-        return (self.choices.prefetch_depth + 1) * self.choices.largest_unit_bytes / self.choices.read_bytes_per_s if step.early else 0.0
+        largest_s = max(self.choices.layers.unit_s, self.choices.head.piece_s)
+        return (self.choices.prefetch_depth + 1) * largest_s if step.early else 0.0
 
     def _compute_s(self, step: ProgramStep) -> Any:
         lookups = [self.fraction[c.name][self.far] * step.lookup_s for c in self.choices.classes if c.looked_up]

@@ -11,7 +11,7 @@ from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.performed import Part, Performed
 from lmoffload_solver.plan import Named, Plan, Predicted
 from lmoffload_solver.repriced import Repriced, measured_s
-from lmoffload_solver.value import Kind, Tier, Value
+from lmoffload_solver.value import Kind, TaskClass, Tier, Value
 
 
 class TaskFigures(Value):
@@ -29,6 +29,25 @@ class PartFigures(Value):
     predicted_s: float | None
     """By the profile, for the work that was really done; None where the profile was not at hand."""
     measured_s: float
+
+
+class ThreadFigures(Value):
+    """Threads of a class of tasks."""
+
+    planned: int
+    cpu_s: float
+    """Seconds that they ran on cores, since the engine was opened."""
+
+
+class Waste(Value):
+    """What a run had in vain, as shares."""
+
+    padding: float
+    """Of the tokens computed, those of no prompt and no completion."""
+    idle_places: float
+    """Of the places of blocks in every step, those without a row that computes: it has finished, and none has come in its place."""
+    unused_kv: float
+    """Of the room reserved for keys and values in every step, what holds none of a row that computes: completions grow into it."""
 
 
 class RunReport(Value):
@@ -52,6 +71,12 @@ class RunReport(Value):
     """Prefill and decode apart: reading weights, computing, and what computing consists of."""
     performed: Performed | None = None
     """The work behind `phases`: what `lmoffload calibrate` holds profiles against."""
+    threads: dict[TaskClass, ThreadFigures] = Field(default_factory=dict)
+    overlapped_s: float | None = None
+    """Seconds in which at least two resources worked; None where it was not measured."""
+    control_s: float | None = None
+    """Working seconds of the thread that hands tasks to the resources."""
+    waste: Waste | None = None
     peak_rss_bytes: int
     remarks: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict)

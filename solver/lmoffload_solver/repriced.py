@@ -53,7 +53,8 @@ class Repriced:
 
     def elementwise_s(self, others: Others) -> float:
         """Seconds of norms, rotary embedding, activations and residuals."""
-        return others.elementwise_bytes / self.machine.overheads.elementwise_bytes_per_s
+        layers = max(1, others.layers)
+        return layers * float(self.machine.overheads.elementwise_s(others.elementwise_bytes / layers))
 
     def lookups_s(self, others: Others) -> float:
         """Seconds of random reads of the embedding table."""

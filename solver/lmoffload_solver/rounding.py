@@ -8,7 +8,8 @@ disk.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -31,6 +32,12 @@ BUFFER_SIZES_TRIED = 2
 
 FEW_LAYERS = 8
 """With no more layers than this a single matrix weighs much: larger buffers are tried as well, and layers wholly at home."""
+
+SPARSE_LEVELS = 12
+"""Amounts tried that a layer streams where others stream nothing."""
+
+FEW_PLACEMENTS = 600
+"""No more sets of whole matrices than this are all tried."""
 
 LARGER_BUFFERS = 4
 """Larger buffers tried where layers are few, evenly spread over all that fit."""
@@ -72,27 +79,35 @@ class Level:
 
 
 class Ladder:
-    """The sets of matrices of one kind of layer, by bytes, ascending; of sets with equal bytes and buffer one."""
+    """The sets of matrices of one kind of layer."""
 
     def __init__(self, matrices: tuple[TensorShape, ...], stream: Stream) -> None:
         stored = [counting.tensor_bytes(t) for t in matrices]
         aligned = [aligned_bytes(size, t.num_runs) for size, t in zip(stored, matrices, strict=True)]
-        levels: dict[tuple[int, int], Level] = {}
+        alike = [(t.shape, t.format) for t in matrices]
+        every: dict[object, Level] = {}
         for chosen in _subsets(stored):
             total = sum(aligned[i] for i in chosen)
             slot = max((aligned[i] for i in chosen), default=0) if stream == "matrix" else total
-            if (total, slot) not in levels:
-                parts = tuple(_parts(stored, chosen, stream))
-                levels[total, slot] = Level(total, sum(stored[i] for i in chosen), chosen, parts, slot)
+            parts = tuple(_parts(stored, chosen, stream))
+            behaviour = tuple((part.stored, part.requests, tuple(sorted(alike[i] for i in part.computes))) for part in parts)
+            every.setdefault(behaviour, Level(total, sum(stored[i] for i in chosen), chosen, parts, slot))
+        self.every = tuple(every.values())
+        """Of sets that are read and computed alike one."""
+        levels: dict[tuple[int, int], Level] = {}
+        for level in self.every:
+            levels.setdefault((level.aligned, level.slot), level)
         self.levels = tuple(levels[key] for key in sorted(levels))
+        """By bytes, ascending; of sets with equal bytes and buffer one."""
         self.whole = self.levels[-1].aligned
         self.slots = sorted({level.slot for level in self.levels})
         self.most_parts = max(len(level.parts) for level in self.levels)
         self.within = cache(self._within)
 
-    def at_most(self, buffer: int) -> Level:
-        """The largest set that a ring buffer of `buffer` bytes can stream."""
-        return self.within(buffer)[0][-1]
+    def at_most(self, buffer: int, most: int | None = None) -> Level:
+        """The largest set, of at most so many bytes, that a ring buffer of `buffer` bytes can stream."""
+        levels, sizes = self.within(buffer)
+        return levels[-1] if most is None else levels[bisect_right(sizes, most) - 1]
 
     def at_least(self, size: float, buffer: int) -> Level:
         """The smallest set of at least `size` bytes, or else the largest, that a ring buffer can stream."""
@@ -157,20 +172,38 @@ class Rounding:
         self.layers_aligned = sum(ladder.whole for ladder in self.ladders)
         self.all_bytes = self.layers_aligned + self._homes(True, True)
         self.num_units = sum(ladder.most_parts for ladder in self.ladders)
-        self.placements = cache(self._placements)
+        self.few = math.prod(len(ladder.every) for ladder in self.ladders) <= FEW_PLACEMENTS
+        """Whether all placements are tried."""
+        self.placements, self.every = cache(self._placements), cache(self._every)
 
     def _placements(self, budget: int, prefetch_depth: int, head_at_home: bool) -> tuple[Placement, ...]:
         """Different placements whose homes and ring buffers fit `budget` bytes; none where nothing fits."""
         found: dict[Placement, None] = {}
-        few = self.model.num_layers <= FEW_LAYERS
-        kinds = (False, True) if few else (False,)
+        sparse = self.model.num_layers <= FEW_LAYERS or not prefetch_depth
         for embedding_at_home in (head_at_home,) if self.model.tied_head else (True, False):
             for size in self._sizes(budget, prefetch_depth, head_at_home, embedding_at_home):
-                for sparse in kinds:
-                    placement = self._fill(budget, prefetch_depth, size, head_at_home, embedding_at_home, sparse=sparse)
+                for most in (None, *self._sparse_levels(size)) if sparse else (None,):
+                    placement = self._fill(budget, prefetch_depth, size, head_at_home, embedding_at_home, most)
                     if placement.memory_bytes <= budget:
                         found[placement] = None
         return tuple(found)
+
+    def _every(self, budget: int, prefetch_depth: int, head_at_home: bool) -> tuple[Placement, ...]:
+        """All placements that fit."""
+        found = []
+        for embedding_at_home in (head_at_home,) if self.model.tied_head else (True, False):
+            for layers in product(*(ladder.every for ladder in self.ladders)):
+                placement = self.placed(layers, prefetch_depth, head_at_home, embedding_at_home)
+                if placement.memory_bytes <= budget:
+                    found.append(placement)
+        return tuple(found)
+
+    def _sparse_levels(self, buffer: int) -> list[int]:
+        """Bytes that a layer may stream at most, where some layers stream nothing: all that the buffer can, and evenly spread below it."""
+        sizes = sorted({level.aligned for ladder in dict.fromkeys(self.ladders) for level in ladder.within(buffer)[0]} - {0})
+        if self.stream == "layer" or len(sizes) <= SPARSE_LEVELS:
+            return sizes[-1:] if self.stream == "layer" else sizes
+        return [sizes[int(i)] for i in np.linspace(0, len(sizes) - 1, SPARSE_LEVELS).round()]
 
     def least(self, prefetch_depth: int = 0) -> Placement:
         """The placement that needs least memory."""
@@ -209,25 +242,25 @@ class Rounding:
         slot = self._slot if head_at_home else np.where(self._slot > 0, self._slot, aligned_bytes(self._first_piece(0)))
         need = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - self._streamed + slots * slot
         fitting = self._buffers[need <= budget]
-        if self.model.num_layers > FEW_LAYERS or len(fitting) <= BUFFER_SIZES_TRIED:
+        if (self.model.num_layers > FEW_LAYERS and depth) or len(fitting) <= BUFFER_SIZES_TRIED:
             return [int(size) for size in fitting[:BUFFER_SIZES_TRIED]]
         larger = np.linspace(BUFFER_SIZES_TRIED, len(fitting) - 1, LARGER_BUFFERS).round().astype(int)
         return [int(size) for size in fitting[[*range(BUFFER_SIZES_TRIED), *sorted(set(larger.tolist()))]]]
 
     def _fill(
-        self, budget: int, depth: int, buffer: int, head_at_home: bool, embedding_at_home: bool, *, sparse: bool = False
+        self, budget: int, depth: int, buffer: int, head_at_home: bool, embedding_at_home: bool, sparse: int | None = None
     ) -> Placement:
-        """Stream at most `buffer` bytes per layer, and keep at home what the budget still holds, evenly: a little of each layer, or, where
-        `sparse`, all of some layers."""
-        best = [ladder.at_most(buffer) for ladder in self.ladders]
+        """Stream what ring buffers of `buffer` bytes can, and keep at home what the budget still holds, evenly: a little of each layer, or,
+        where a layer streams `sparse` bytes at most, nothing of some layers and as much of the others."""
+        best = [ladder.at_most(buffer, sparse) for ladder in self.ladders]
         most = sum(level.aligned for level in best)
         _, slots, slot = self._ring(best, depth, head_at_home)
         homes = self._homes(head_at_home, embedding_at_home)
         spare = budget - homes - (self.layers_aligned - most) - slots * slot
         goal = max(0, most - max(0, spare))
-        placement = self._streaming(goal, best, buffer, depth, head_at_home, embedding_at_home, sparse)
+        placement = self._streaming(goal, best, buffer, depth, head_at_home, embedding_at_home, sparse is not None)
         if goal == 0 and placement.memory_bytes > budget:  # a head that streams alone has large pieces; a matrix beside it makes them small
-            placement = self._streaming(1, best, buffer, depth, head_at_home, embedding_at_home, sparse)
+            placement = self._streaming(1, best, buffer, depth, head_at_home, embedding_at_home, sparse is not None)
         return placement
 
     def _streaming(

@@ -11,9 +11,10 @@ Resources are serial servers that take their tasks in graph order, so the simula
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count, pairwise
+from functools import partial
+from itertools import count, pairwise, takewhile
 from types import MappingProxyType
 from typing import Literal
 
@@ -160,12 +161,15 @@ def num_slots(units: tuple[Unit, ...], prefetch_depth: int) -> int:
 
 def block_tasks(
     units: tuple[Unit, ...],
-    num_steps: int,
+    num_steps: int | Callable[[], int],
     num_micro_batches: int,
     prefetch_depth: int,
     spilled: Mapping[tuple[int, int], Spilled] = MappingProxyType({}),
 ) -> Iterator[Task]:
     """Tasks of one block: `num_steps` steps (the prefill and the decode steps) of all its micro-batches.
+
+    num_steps: where rows end early and others take their places, the number of steps as it is known now. It may change between two
+    steps; the step that was known to be the last is.
 
     A unit's read waits until every micro-batch has computed the unit that used the same ring buffer before. Reads are emitted
     `prefetch_depth` streaming units ahead of the compute tasks, across steps, so a walker that runs compute tasks in place never
@@ -173,12 +177,13 @@ def block_tasks(
     """
     slots = num_slots(units, prefetch_depth)
     streaming = [unit for unit in units if unit.streamed]
-    reads = ((step, unit) for step in range(num_steps) for unit in streaming)
+    known = partial(int, num_steps) if isinstance(num_steps, int) else num_steps
+    reads = ((step, unit) for step in takewhile(lambda step: step < known(), count()) for unit in streaming)
     users: dict[int, tuple[int, ...]] = {}
     read_task: deque[tuple[int, int]] = deque()
     numbers = count()
     next_slot = 0
-    staging = _Staging(units, num_steps, num_micro_batches, spilled, numbers)
+    staging = _Staging(units, known, num_micro_batches, spilled, numbers)
 
     def read_next() -> Iterator[Task]:
         nonlocal next_slot
@@ -196,7 +201,7 @@ def block_tasks(
 
     for _ in range(slots - 1 if slots else 0):
         yield from read_next()
-    for step in range(num_steps):
+    for step in takewhile(lambda step: step < known(), count()):
         for unit in units:
             depends: tuple[int, ...] = ()
             slot = None
@@ -230,7 +235,7 @@ class _Staging:
     def __init__(
         self,
         units: tuple[Unit, ...],
-        num_steps: int,
+        num_steps: Callable[[], int],
         num_micro_batches: int,
         spilled: Mapping[tuple[int, int], Spilled],
         numbers: count[int],
@@ -253,7 +258,7 @@ class _Staging:
 
     def loads(self, use: int) -> Iterator[Task]:
         """What is to be loaded before this use is computed: itself, and one more."""
-        last = min(use + self._ahead, self._num_steps * len(self._users) - 1)
+        last = min(use + self._ahead, self._num_steps() * len(self._users) - 1)
         for number in range(self._next_load, last + 1):
             step, place = divmod(number, len(self._users))
             unit, batch = self._users[place]
@@ -277,7 +282,7 @@ class _Staging:
         """The store behind a compute task."""
         self._ended[use] = compute.index
         self._ended.pop(use - len(self._users) - STAGING_BUFFERS, None)
-        if compute.step + 1 == self._num_steps:
+        if compute.step + 1 == self._num_steps():
             return
         size = self._sizes[use % len(self._users)]
         task = Task(

@@ -2,8 +2,8 @@
 
 The domain is finite and stated by `Domain`. Closed-form bounds are taken of all of it; the linear program tightens those of the most
 promising; candidates are rounded to whole tensors and simulated in order of their bound, until the next bound is no better than the best
-simulated plan. That plan is then the best for the simulated time over the domain and the placements that `rounding` tries for each
-candidate: a bound prunes, never a guess, but rounding is a rule and tries few of the sets of whole tensors.
+simulated plan. Where the sets of whole matrices are few, all are tried, and that plan is then the best of all for the simulated time;
+elsewhere rounding is a rule that tries some, and what is left unproven, down to the lowest bound, is the plan's gap.
 """
 
 from __future__ import annotations
@@ -36,10 +36,19 @@ from lmoffload_solver.workload import Limits, Workload
 __all__ = ["Infeasible", "Optimal", "Outcome", "TimedOut", "solve"]
 
 MOST_PROGRAMS = 24
-"""Candidates whose bound the linear program tightens; for the many after them simulating at once is cheaper."""
+"""Candidates whose bound the linear program tightens before they are simulated; for the many after them simulating at once is cheaper."""
+
+MOST_PROOFS = 48
+"""Candidates whose bound it tightens afterwards, to tell how near the plan is to the best."""
+
+NEAR = 0.005
+"""A gap that is not made smaller."""
 
 LOOSER: Mapping[Quality, tuple[Quality, ...]] = MappingProxyType({"exact": ("int8", "int4"), "int8": ("int4",), "int4": (), "any": ()})
 """Classes worth telling of."""
+
+PATIENCE = 150
+"""Where rounding tries some placements, so many candidates that come no nearer to the lowest bound are enough."""
 
 SAME = 1e-9
 """Relative difference of two times that is rounding of floating point."""
@@ -89,8 +98,8 @@ def solve(
     tokens = workload.num_prompts * workload.gen_len
     if best is None:
         return TimedOut(None, tokens / search.bound_s)
-    bound_s = min(search.bound_s, best.simulated.total_s) if search.cut_short else best.simulated.total_s
     looser = tuple(_looser(prices, best.candidate, quality, losses, begin + limits.solve_s) for quality in LOOSER[workload.quality])
+    bound_s = min(search.bound_s, best.simulated.total_s)
     found = replace(best, bound_s=bound_s, solve_s=time.perf_counter() - begin, programs_solved=search.programs_solved + 1)
     evaluator = search.evaluator(best.candidate.variant)
     plan = assemble(evaluator, found, digest, losses, tuple(other for other in looser if other is not None), cut_short=search.cut_short)
@@ -158,46 +167,68 @@ class Search:
         self.programs_solved = 0
         self.cut_short = False
         self.bound_s = float("inf")
-        """Seconds that nothing left in the domain goes below."""
+        """Seconds that nothing in the domain goes below."""
+        self._unproven: list[tuple[float, int, Candidate, bool]] = []
+        """(bound, number, candidate, whether the program gave it) of those of which not all placements were tried."""
 
     def run(self) -> Found | None:
         """The best plan found; None where nothing fits or the time is over before anything was simulated."""
         heap = [(self._order(bound, candidate), number, bound, candidate, False) for number, (bound, candidate) in enumerate(self.bounds())]
         heapq.heapify(heap)
         best: Found | None = None
+        idle = 0
         while heap:
             _, number, bound, candidate, tight = heapq.heappop(heap)
-            self.bound_s = bound
             if best is not None and bound >= best.simulated.total_s * (1 - SAME):
                 continue  # of bounds taken for equal, a later one may be lower by a trifle
-            if time.perf_counter() > self.deadline:
-                self.cut_short = True
-                return best
+            self.cut_short = time.perf_counter() > self.deadline
+            if self.cut_short or idle > PATIENCE:
+                self._unproven.append((bound, number, candidate, tight))
+                break
             if not tight and self.programs_solved < MOST_PROGRAMS:
-                tighter = self.tightened(candidate)
-                if tighter is not None:
-                    bound = max(bound, tighter)
+                bound = max(bound, self.tightened(candidate))
+                if bound < float("inf"):
                     heapq.heappush(heap, (self._order(bound, candidate), number, bound, candidate, True))
                 continue
-            evaluator = self.evaluator(candidate.variant)
-            for least, placement in evaluator.bounded_placements(candidate):
-                if best is not None and least >= best.simulated.total_s * (1 - SAME):
-                    break
-                simulated = evaluator.simulate(candidate, placement)
-                if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
-                    best = Found(candidate, placement, simulated, bound)
-        self.bound_s = best.simulated.total_s if best is not None else float("inf")
+            before, best = best, self._simulated(candidate, bound, best)
+            if not self.evaluator(candidate.variant).has_all(candidate):
+                self._unproven.append((bound, number, candidate, tight))
+                idle = idle + 1 if best is before else 0
+        self.bound_s = self._proven(best.simulated.total_s if best is not None else float("inf"))
+        return best
+
+    def _proven(self, best_s: float) -> float:
+        """Seconds that nothing goes below: the lowest of what was left open, tightened while that is worth it."""
+        heapq.heapify(self._unproven)
+        tightened = 0
+        while self._unproven and self._unproven[0][0] < best_s:
+            bound, number, candidate, tight = self._unproven[0]
+            if tight or bound >= best_s * (1 - NEAR) or tightened >= MOST_PROOFS or time.perf_counter() > self.deadline:
+                return bound
+            tightened += 1
+            heapq.heapreplace(self._unproven, (max(bound, self.tightened(candidate)), number, candidate, True))
+        return best_s
+
+    def _simulated(self, candidate: Candidate, bound: float, best: Found | None) -> Found | None:
+        """The best so far, or what is better of this candidate."""
+        evaluator = self.evaluator(candidate.variant)
+        for least, placement in evaluator.bounded_placements(candidate):
+            if best is not None and least >= best.simulated.total_s * (1 - SAME):
+                break
+            simulated = evaluator.simulate(candidate, placement)
+            if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
+                best = Found(candidate, placement, simulated, bound)
         return best
 
     def bounds(self) -> Bounds:
         """Closed-form bound of every candidate that may fit."""
         return Bounds(self.prices, self.domain, self.offered)
 
-    def tightened(self, candidate: Candidate) -> float | None:
-        """Bound by the linear program; None where it is infeasible."""
+    def tightened(self, candidate: Candidate) -> float:
+        """Bound by the program with whole matrices; infinite: nothing fits."""
         self.programs_solved += 1
-        solution = Program(self.evaluator(candidate.variant).program_choices(candidate)).solve()
-        return None if solution is None else solution.total_s
+        solved = Program(self.evaluator(candidate.variant).program_choices(candidate), whole=True).bound_s()
+        return float("inf") if solved is None else solved
 
     @staticmethod
     def _order(bound: float, candidate: Candidate) -> tuple[float, int]:

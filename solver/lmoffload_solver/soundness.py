@@ -10,7 +10,8 @@ from lmoffload_solver import counting
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan, kept_model
+from lmoffload_solver.plan import Plan, kept_model, on_device
+from lmoffload_solver.value import TaskClass, Tier
 from lmoffload_solver.variants import KV_FORMATS_OF, WEIGHT_FORMATS
 
 
@@ -21,7 +22,11 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
         StatedError: the first thing that does not hold.
     """
     kept = kept_model(model, plan)
-    rules = (_formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _threads(plan))
+    if on_device(plan) and plan.limits.emulated_device is None:
+        return  # nothing runs it
+    rules = (
+        _formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _refill(plan), _threads(plan),
+    )  # fmt: skip
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
 
@@ -47,8 +52,8 @@ def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
             yield f"it leaves out the tensor {tensor.name}"
             return
         kept = planned[tensor.name]
-        if kept.tier not in ("host", "disk"):
-            yield f"it keeps {tensor.name} on the {kept.tier}, and weights are kept on host or disk"
+        if kept.tier not in _tiers(plan):
+            yield f"it keeps {tensor.name} on the {kept.tier}, and weights are kept on {' or '.join(_tiers(plan))}"
         if kept.tier == "disk" and not (tensor.is_matrix or tensor.is_table):
             yield f"it keeps {tensor.name} on the disk, and vectors are always in memory"
     classes = {tensor.tensor_class for tensor in model.tensors}
@@ -59,7 +64,7 @@ def _tensors(model: ModelShape, plan: Plan) -> Iterator[str]:
 
 def _bytes(model: ModelShape, plan: Plan) -> Iterator[str]:
     """The bytes of each tier are those of its tensors."""
-    for tier in ("host", "disk"):
+    for tier in _tiers(plan):
         planned = plan.weights.bytes.get(tier, 0)
         counted = sum(counting.tensor_bytes(tensor) for tensor in model.tensors if plan.weights.tensors[tensor.name].tier == tier)
         if planned != counted:
@@ -67,7 +72,10 @@ def _bytes(model: ModelShape, plan: Plan) -> Iterator[str]:
 
 
 def _places(plan: Plan) -> Iterator[str]:
-    """Computing is done on the host."""
+    """Computing is done where the compute tier is; a device leaves decode's attention to some keys and values to the host."""
+    if on_device(plan):
+        yield from _device_places(plan)
+        return
     places = {"prefill's attention": plan.attention.prefill, "decode's attention": plan.attention.decode, "hidden states": plan.hidden.tier}
     for what, tier in places.items():
         if tier != "host":
@@ -83,8 +91,8 @@ def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
         if kept not in allowed:
             yield f"it keeps {what} as {kept:.20}, and in the quality class {plan.quality} they are kept as {' or '.join(allowed)}"
     for layer, batch, tier in plan.kv.homes:
-        if tier not in ("host", "disk"):
-            yield f"it has keys and values on the {tier}, and they are kept on host or disk"
+        if tier not in _tiers(plan):
+            yield f"it has keys and values on the {tier}, and they are kept on {' or '.join(_tiers(plan))}"
         if tier == "disk" and plan.stream == "matrix":
             yield "it has keys and values on the disk and cuts layers at their matrices, and both at once is not done"
         if not (0 <= layer < model.num_layers and 0 <= batch < plan.num_micro_batches):
@@ -96,7 +104,29 @@ def _cache(model: ModelShape, plan: Plan) -> Iterator[str]:
         yield f"its keys and values on the disk take {on_disk} bytes where the plan has {plan.kv.bytes.get('disk', 0)}"
 
 
+def _tiers(plan: Plan) -> tuple[Tier, ...]:
+    return ("device", "host", "disk") if on_device(plan) else ("host", "disk")
+
+
+def _device_places(plan: Plan) -> Iterator[str]:
+    if plan.hidden.tier == "disk":
+        yield "it has hidden states on the disk, and they are kept on device or host"
+    homes = {(layer, batch): tier for layer, batch, tier in plan.kv.homes}
+    for unit in plan.attention.host:
+        if homes.get(unit, "device") == "device":
+            yield f"it has the host attend to layer {unit[0]} and micro-batch {unit[1]}, whose keys and values are on the device"
+
+
+def _refill(plan: Plan) -> Iterator[str]:
+    if plan.refill is not None and on_device(plan):
+        yield "it lets prompts in while others decode, and with a device that is not done"
+    if plan.refill is not None and plan.refill > plan.micro_batch:
+        yield f"it lets prompts in when {plan.refill} places of a micro-batch are free, and one has {plan.micro_batch}"
+
+
 def _threads(plan: Plan) -> Iterator[str]:
-    for task in ("compute", "disk_io"):
+    attending: tuple[TaskClass, ...] = ("host_attention",) if on_device(plan) and plan.attention.host else ()
+    needed: tuple[TaskClass, ...] = ("compute", "disk_io", *attending)
+    for task in needed:
         if task not in plan.threads:
             yield f"it leaves out the threads of {task}"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.value import Goal, Quality, Value
@@ -76,13 +77,15 @@ class Limits(Value):
     """What the user grants and fixes; None leaves it to the machine and the solver."""
 
     host_memory_bytes: int | None = Field(default=None, gt=0)
-    """The whole process, its base included."""
+    """The whole process, its base included; an emulated device's memory comes on top."""
     device_memory_bytes: int | None = Field(default=None, gt=0)
     disk_space_bytes: int | None = Field(default=None, ge=0)
     weights_memory_bytes: int | None = Field(default=None, ge=0)
     """Homes and buffers of weights in the compute tier and host together."""
     weights_memory_share: float | None = Field(default=None, ge=0, le=1)
     """The same as a share of the model's weight bytes."""
+    emulated_device: EmulatedDevice | None = None
+    """Emulated on the machine that the profile is of."""
     threads: int | None = Field(default=None, gt=0)
     micro_batch: int | None = Field(default=None, gt=0)
     num_micro_batches: int | None = Field(default=None, gt=0)

@@ -46,16 +46,16 @@ def later_logits(checkpoint, kv, steps=4):
     """Logits [steps, vocabulary] of the steps that read the cache, whatever was chosen before being forced to be TEXT's continuation."""
     plan = make_plan(checkpoint.shape, checkpoint.fingerprint, kv=kv, tokens=256, micro_batch=1)
     with Engine(checkpoint, plan) as engine:
-        (block,) = engine._split([row_of(engine, TEXT * 3)], keep_logits=True)
-        for _ in engine._blocks.run(block, steps, False, frozenset(), None):
+        (block,) = engine._split([row_of(engine, TEXT * 3, steps)], keep_logits=True)
+        for _ in engine._blocks.run(block):
             block[0].rows[0].tokens[-1] = TEXT[len(block[0].kept_logits)]
         return torch.cat(block[0].kept_logits)
 
 
-def row_of(engine, text):
+def row_of(engine, text, new_tokens):
     from lmoffload.executor.row import make_row
 
-    return make_row(Request("a", tuple(text), 8), {}, engine.shape.vocab_size)
+    return make_row(Request("a", tuple(text), new_tokens), {}, engine.shape.vocab_size)
 
 
 def test_logits_of_a_trained_model(trained_file):

@@ -9,12 +9,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 
-from lmoffload_solver.chain_domain import PRODUCTS, ChainDomain
-from lmoffload_solver.chain_predict import busy_of, costs_of
+from lmoffload_solver.chain_domain import ChainDomain
+from lmoffload_solver.chain_layout import lay_out
+from lmoffload_solver.chain_predict import costs_of
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Clock, lay_out
+from lmoffload_solver.chain_schedule import Clock
 from lmoffload_solver.chain_search import ChainFound, ChainSearch
+from lmoffload_solver.chain_slowing import busy_of
 from lmoffload_solver.chain_terms import PLACES
+from lmoffload_solver.chain_variants import PRODUCTS
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.device_costs import DeviceCosts

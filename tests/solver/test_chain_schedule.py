@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmoffload_solver.chain_schedule import BatchWork, Clock, Graph, UnitWork, lay_out
+from lmoffload_solver.chain_layout import lay_out
+from lmoffload_solver.chain_schedule import BatchWork, Clock, Graph, UnitWork, num_buffers
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.simulate import walk
 
@@ -47,6 +49,38 @@ def test_both_interpreters_agree(steps: list[list[UnitWork]], depth: int, overla
     for timed in timeline:
         assert all(timeline[index].end_s <= timed.begin_s for index in timed.task.depends_on)
         assert all(index < timed.task.index for index in timed.task.depends_on)
+
+
+@given(works(), st.integers(0, 3), st.sampled_from(["queues", "barriers", "none"]), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_a_buffer_is_filled_when_it_has_been_emptied(steps: list[list[UnitWork]], depth: int, overlap: str, chance: Random) -> None:
+    """However long tasks take: no use of a buffer of keys and values, or of weights, begins before the last use of it has ended; and keys
+    and values are loaded after they were stored."""
+    graph = Graph()
+    lay_out(steps, Runtime.model_validate({"overlap": overlap}), depth, graph.emit)
+    units, batches = len(steps[0]), len(steps[0][0].batches)
+    attends = any(batch.attend for step in steps for unit in step for batch in unit.batches)
+    buffers = {"queues": num_buffers(depth, attends), "barriers": 2, "none": 1}[overlap]
+    kv: dict[int, list[tuple[float, float]]] = {}
+    weights: dict[int, list[tuple[float, float]]] = {}
+    stored: dict[tuple[int, int], float] = {}
+    for timed in walk(graph.tasks, lambda task: chance.choice([0.0, 0.1, 1.0, 5.0])):
+        task, span = timed.task, (timed.begin_s, timed.end_s)
+        number = task.step * units + task.unit
+        if task.micro_batch is None or task.kind in COMPUTES:
+            weights.setdefault(number, []).append(span)
+        if task.micro_batch is not None and task.kind in ("load_kv", "store_kv", *COMPUTES[:2]):
+            kv.setdefault(number * batches + task.micro_batch, []).append(span)
+            if task.kind == "load_kv":
+                assert span[0] >= stored.get((task.unit, task.micro_batch), 0.0)
+            elif task.kind == "store_kv":
+                stored[task.unit, task.micro_batch] = span[1]
+    for uses, turn in ((kv, 2), (weights, buffers)):
+        for use, spans in uses.items():
+            assert min(begin for begin, _ in spans) >= max((end for _, end in uses.get(use - turn, ())), default=0.0)
+
+
+COMPUTES = ("compute", "compute_before_attention", "compute_after_attention")
 
 
 @given(works(), st.integers(0, 2))

@@ -88,7 +88,7 @@ def test_contention_by_hand() -> None:
 
 @given(st.floats(1, 4), st.floats(1, 4), st.floats(0, 100), st.floats(0, 100))
 def test_contention_bounds(read: float, compute: float, read_s: float, compute_s: float) -> None:
-    slow = Contention._clamped(read, compute)
+    slow = Contention.clamped(read, compute)
     both = slow.stretched(read_s, compute_s)
     assert both[0] >= read_s
     assert both[1] >= compute_s

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmoffload_solver.closed_form import Head, Layers
 from lmoffload_solver.costs import Contention
 from lmoffload_solver.program import Choices, Program, ProgramStep, WeightClass
 
-STEPS = (ProgramStep("0.0", 1.0, 30.0, 0.0, False, 1.0), ProgramStep("0.1", 10.0, 2.0, 0.0, False, 0.1))
+STEPS = (ProgramStep("0.0", 1.0, 30.0, 0.0, False, 1.0, 0.0), ProgramStep("0.1", 10.0, 2.0, 0.0, False, 0.1, 0.0))
+NO_SIZES = np.zeros(0), np.zeros(0)
+LAYERS, HEAD = Layers(10, 1000, 100, False, NO_SIZES, 10.0, 0.01, 0.01, 1.0), Head(200, 2.0, 1.0)
 
 
 def make_choices(memory: int, *, depth: int = 1, contention: Contention | None = None, weights: int | None = None) -> Choices:
     """Ten layers of 60 + 40 bytes and a head of 200, read at 100 bytes/s."""
-    classes = (WeightClass("attention", 400, 40.0), WeightClass("mlp", 600, 60.0), WeightClass("head", 200, 0.0))
-    return Choices(("host", "disk"), classes, STEPS, "layer", 100, depth, 100.0, contention or Contention(), memory, weights)
+    of_layers = (WeightClass("attention", 400, 40.0, 4.0, 10), WeightClass("mlp", 600, 60.0, 6.0, 10))
+    classes = (*of_layers, WeightClass("head", 200, 0.0, 2.0))
+    return Choices(("host", "disk"), classes, STEPS, "layer", LAYERS, HEAD, depth, contention or Contention(), memory, weights)
 
 
 def test_all_at_home() -> None:
@@ -50,8 +55,8 @@ def test_the_users_limit_binds_in_its_own_row() -> None:
 def test_rows_are_named() -> None:
     rows = set(Program(make_choices(600, depth=0, contention=Contention(1.1, 1.2), weights=500)).rows)
     placed = {"placed.attention", "placed.mlp", "placed.head"}
-    steps = {f"{family}.{step.name}" for family in ("read", "busy", "serial") for step in STEPS}
-    assert rows == placed | steps | {"buffer", "capacity.host", "capacity.weights"}
+    steps = {f"{family}.{step.name}" for family in ("read", "busy", "serial", "head") for step in STEPS}
+    assert rows == placed | steps | {"reader", "buffer", "capacity.host", "capacity.weights"}
 
 
 def test_matrices_have_rows_of_their_own() -> None:
@@ -81,6 +86,28 @@ def test_one_buffer_waits_for_computing() -> None:
     # One buffer: 1200 − Q + (Q − 200)/10 = 600, Q = 644.4; at least 4.44 of the ten layers stream.
     assert solution.read_s == pytest.approx(6.444, abs=1e-3)
     assert solution.total_s == pytest.approx(30 + 10 * (6.4444 + 0.44444), abs=1e-2)
+
+
+def test_a_head_at_home_is_computed_in_one_go() -> None:
+    """While it is, no more is read than the ring holds. Q = 1200 − 800 + 2·S stream of the layers, S = Q/10: D = 5 s; the two buffers of 50
+    bytes hold a second of them, so of the head's 7 s 6 are added."""
+    classes = tuple(replace(c, read_s=1000.0) if c.name == "head" else c for c in make_choices(800).classes)
+    steps = (ProgramStep("0.1", 10.0, 8.0, 0.0, False, 0.1, 7.0),)
+    solution = Program(replace(make_choices(800), classes=classes, steps=steps)).solve()
+    assert solution is not None
+    assert solution.total_s == pytest.approx(10 * (5 + 7 - 1))
+
+
+def test_whole_matrices_by_hand() -> None:
+    """Ten matrices of 40 and ten of 60 bytes, and a head of 200."""
+    assert Program(make_choices(1200), whole=True).bound_s() == pytest.approx(50)
+    program, whole = Program(make_choices(600)).solve(), Program(make_choices(600), whole=True).bound_s()
+    assert program is not None
+    assert whole is not None
+    # 600 bytes are not at home, and two buffers: of 40 bytes if all that streams is of 40, but 10·40 + 200 < 600 + 80. So of 60, and 720
+    # bytes stream: the head, 8 of 60 and one of 40.
+    assert whole == pytest.approx(30 + 10 * 7.2)
+    assert program.total_s <= whole
 
 
 def test_silent(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from itertools import product
 
 import numpy as np
 import pytest
@@ -16,12 +14,11 @@ from hypothesis import strategies as st
 from lmoffload_solver import memory
 from lmoffload_solver.blocks import Step, decode_steps
 from lmoffload_solver.bounds import Bounds
-from lmoffload_solver.candidate import MOST_PREFETCH_WITH_LOADS, Candidate, Domain
+from lmoffload_solver.candidate import Domain
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.explain import candidate_of, explain
-from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
@@ -32,8 +29,9 @@ from lmoffload_solver.simulate import step_ends
 from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.timeline import PlanCosts, block_timeline
 from lmoffload_solver.value import Quality, parse_value
-from lmoffload_solver.variants import Offered, Variant, offered
+from lmoffload_solver.variants import Variant, offered
 from lmoffload_solver.workload import Limits, PromptGroup, Workload
+from tests.solver.host_instances import every_candidate
 from tests.solver.toys import MIB, make_machine, make_model, make_work
 
 BASE = 2 * MIB
@@ -97,8 +95,8 @@ def test_a_plan_fits_or_what_is_short_is_said(model: ModelShape, machine: Machin
     if capacity.weights_bytes is not None:
         parts = memory.breakdown(model, plan)
         assert parts["weights"] + parts["ring"] + parts["vectors"] <= capacity.weights_bytes
-    assert plan.gap == 0
-    assert plan.bound_tokens_per_s == plan.predicted.tokens_per_s
+    assert plan.gap == pytest.approx(1 - plan.predicted.tokens_per_s / plan.bound_tokens_per_s, abs=1e-12)
+    assert plan.gap >= 0
     assert set(plan.weights.tensors) == {tensor.name for tensor in model.tensors}
     assert len(plan.kv.homes) == model.num_layers * plan.num_micro_batches
     assert parse_value(Plan, plan.model_dump_json(), "plan") == plan
@@ -127,7 +125,7 @@ def assert_infeasible_by(outcome: Infeasible, model: ModelShape, machine: Machin
     assert isinstance(solve(model, machine.model_copy(update={"host": host}), work, less), Infeasible)
 
 
-@settings(slow, max_examples=12)
+@settings(slow, max_examples=6)
 @given(models, machines, small_works)
 def test_search_finds_what_trying_everything_finds(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
     check_against_everything(model, machine, work, Limits(threads=1))
@@ -168,7 +166,8 @@ def test_with_prompts_in_chunks_and_keys_and_values_on_the_disk(
 
 
 def check_against_everything(model: ModelShape, machine: MachineProfile, work: Workload, limits: Limits) -> None:
-    """The search's plan is the best of all placements that rounding tries for all candidates, and every bound is one."""
+    """The search's plan is the best of all placements that rounding tries for all candidates, and every bound is one (of all placements
+    there are: `test_host_exact`)."""
     outcome = solve(model, machine, work, limits)
     prices, domain = Prices(model, machine, disk_of(machine, None), work, limits), Domain.of(model, machine, work, limits)
     choices = offered(model, machine, domain.threads, work.quality, None)
@@ -191,21 +190,6 @@ def check_against_everything(model: ModelShape, machine: MachineProfile, work: W
         assert bound == pytest.approx(Evaluator(prices, candidate.variant).bound_s(candidate), rel=1e-9), "the closed form in both its ways"
 
 
-def every_candidate(prices: Prices, domain: Domain, choices: Offered) -> Iterator[tuple[Evaluator, Candidate]]:
-    """The whole domain by plain loops."""
-    stored = {curve.kernel for curve in prices.machine.linear if curve.format == prices.model.head.format}
-    packed = {curve.kernel for curve in prices.machine.linear if curve.format in QUANTIZED}
-    for chosen, kv_format in product(product(*choices.weights.values()), choices.kv):
-        lossy = tuple((name, fmt) for name, fmt in zip(choices.weights, chosen, strict=True) if fmt is not None)
-        evaluator = Evaluator(prices, Variant(lossy, kv_format))
-        names = {f"{q}+{s}" for q in packed for s in stored} if lossy else stored
-        for threads, (size, count), prefill, decode, stream, depth, chunk, on_disk in product(
-            domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths, domain.prefill_chunks, domain.kv_on_disk
-        ):
-            if not on_disk or (stream == "layer" and depth <= MOST_PREFETCH_WITH_LOADS):
-                yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant, chunk, on_disk)
-
-
 @slow
 @given(models, machines, works)
 def test_closed_form_program_and_simulation_are_in_order(model: ModelShape, machine: MachineProfile, work: Workload) -> None:
@@ -217,8 +201,10 @@ def test_closed_form_program_and_simulation_are_in_order(model: ModelShape, mach
     closed = evaluator.bound_s(candidate)
     solution = Program(evaluator.program_choices(candidate)).solve()
     assert solution is not None
-    assert closed <= solution.total_s * (1 + 1e-6)
-    assert solution.total_s <= plan.predicted.total_s * (1 + 1e-6)
+    whole = Program(evaluator.program_choices(candidate), whole=True).bound_s()
+    assert whole is not None
+    assert solution.total_s <= whole * (1 + 1e-6)
+    assert max(closed, whole) <= plan.predicted.total_s * (1 + 1e-6)
 
 
 @slow
@@ -256,7 +242,7 @@ def test_more_memory_is_never_slower_in_the_bound(model: ModelShape, machine: Ma
         for m in (machine, machine.model_copy(update={"host": host}))
         for prices in (Prices(model, m, m.disks[0], work, Limits()),)
     )
-    assert all(more[candidate] <= bound for candidate, bound in here.items())
+    assert all(more[candidate] <= bound * (1 + 1e-12) for candidate, bound in here.items())
 
 
 def test_keys_and_values_go_to_the_disk_where_memory_is_short() -> None:
@@ -385,7 +371,7 @@ def test_an_80_layer_model_is_planned_quickly() -> None:
         "from lmoffload_solver.search import Limits, solve\n"
         "model = make_model(80, 8192, 28672, 64, 8, 32000, stored='bf16')\n"
         "outcome = solve(model, make_machine(24 * 2**30), make_work(100, 512, 32), Limits())\n"
-        "assert outcome.gap == 0\n"
+        "assert outcome.gap < 0.03, outcome.gap\n"
         "assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)\n"
     )
     begin = time.perf_counter()

@@ -58,7 +58,7 @@ def price_on_host(
     if best is None:
         raise InfeasibleError(f"The policy of {policy} fits no batch of this work on {machine.name}; give it more --host-memory.")
     plan = assemble(evaluator, replace(best, programs_solved=0), digest or model.fingerprint(), None, (), cut_short=False)
-    return plan.model_copy(update={"policy": policy, "shadow_prices": ()})
+    return plan.model_copy(update={"policy": policy, "shadow_prices": (), "refill": None})
 
 
 def _candidates(policy: str, evaluator: Evaluator, domain: Domain) -> Iterator[Candidate]:

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from lmoffload_solver import counting
+from lmoffload_solver.accelerator import Accelerator, EmulatedDevice
 from lmoffload_solver.chain_domain import grid
 from lmoffload_solver.chain_plan import Remarks, plan_of
 from lmoffload_solver.chain_predict import costs_of, simulate_chain
 from lmoffload_solver.decision import Decision, Job
-from lmoffload_solver.device_memory import ChainMemory
+from lmoffload_solver.device_memory import ChainMemory, memory_of
 from lmoffload_solver.errors import InfeasibleError, StatedError
 from lmoffload_solver.formats import QUALITY_BITS
 from lmoffload_solver.machine import MachineProfile
@@ -25,6 +26,7 @@ from lmoffload_solver.policies.flexgen_constants import FlexgenConstants, publis
 from lmoffload_solver.policies.flexgen_model import PolicyRow, dimensions_of, predict
 from lmoffload_solver.policies.flexgen_policy import flexgen_decision
 from lmoffload_solver.policies.flexgen_search import search as flexgen_search
+from lmoffload_solver.policies.on_emulated import emulated_decision
 from lmoffload_solver.policies.on_host import price_on_host
 from lmoffload_solver.policies.zero_inference import zero_decision
 from lmoffload_solver.value import Tier
@@ -59,7 +61,9 @@ def price_policy(
         return price_on_host(policy, model, machine, workload, limits, file_system=file_system, digest=digest)
     job = Job(model, workload)
     figures = None
-    if policy == "flexgen":
+    if isinstance(machine.accelerator, EmulatedDevice):
+        decision = emulated_decision(policy, job, machine, limits, file_system)
+    elif policy == "flexgen":
         row = _flexgen_row(job, machine, limits)
         decision, figures = flexgen_decision(model, row), own_figures(job, machine, row)
     else:
@@ -85,10 +89,12 @@ def price_row(
         StatedError: the machine has no device, or the row cannot be priced.
     """
     _require_device(machine, "flexgen")
+    if isinstance(machine.accelerator, EmulatedDevice):
+        raise StatedError("A policy file is for a machine with a device of its own: name one with --machine, without --emulate-device.")
     job, decision = Job(model, workload), flexgen_decision(model, row)
     over = [
         f"By our count the policy needs {peak} bytes of {tier}, which has {capacity}."
-        for memory in (ChainMemory(job, machine, limits),)
+        for memory in (memory_of(job, machine, limits),)
         for tier, peak in memory.peaks(decision).items()
         if peak > (capacity := memory.capacity[tier])
     ]
@@ -115,7 +121,7 @@ def constants_of(machine: MachineProfile) -> FlexgenConstants:
     shipped = published_constants()
     if machine.name == FLEXGEN_MACHINE:
         return shipped
-    assert machine.accelerator is not None
+    assert isinstance(machine.accelerator, Accelerator)
     links = {(link.direction, link.page_locked): max(link.bytes_per_s.y) for link in machine.links}
     rates = {(rate.work, rate.tier): rate.per_s for rate in machine.rates if rate.way == "eager"}
     products = max(machine.accelerator.products.flops_per_s)
@@ -189,7 +195,7 @@ def _is_for(row: dict[str, Any], model: ModelShape, workload: Workload) -> bool:
 
 def _flexgen_row(job: Job, machine: MachineProfile, limits: Limits) -> PolicyRow:
     constants = constants_of(machine)
-    memory = ChainMemory(job, machine, limits)
+    memory = memory_of(job, machine, limits)
     granted = {
         "gpu_bytes": min(constants.gpu_bytes, memory.capacity["device"]),
         "cpu_bytes": min(constants.cpu_bytes, memory.capacity["host"]),
@@ -201,7 +207,7 @@ def _flexgen_row(job: Job, machine: MachineProfile, limits: Limits) -> PolicyRow
 
 
 def _best_of_sweep(policy: Policy, job: Job, machine: MachineProfile, limits: Limits, file_system: str | None) -> Decision:
-    memory = ChainMemory(job, machine, limits)
+    memory = memory_of(job, machine, limits)
     make = _accelerate_for if policy == "accelerate" else _zero_for
     sizes = grid(job.num_prompts, job.num_prompts) if limits.micro_batch is None else (min(limits.micro_batch, job.num_prompts),)
     priced: list[tuple[float, int, Decision]] = []
@@ -233,5 +239,3 @@ def _zero_for(job: Job, memory: ChainMemory, batch: int) -> Iterator[Decision]:
 def _require_device(machine: MachineProfile, policy: str) -> None:
     if machine.accelerator is None:
         raise StatedError(f"The policy of {policy} needs a machine with a device, and {machine.name} has none; name one with --machine.")
-
-

@@ -1,0 +1,201 @@
+"""A CUDA device: streams, events, page-locked slabs. Written from torch's documentation; not yet run on a GPU.
+
+A queue is a thread that issues work to a stream of its own and never waits for the device: it waits until what a task depends on has been
+issued, and lets its stream wait for the rest.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lmoffload.executor.buffers import Slab
+from lmoffload.executor.host import DiscardedError
+from lmoffload.executor.resources import Event, Queue, Tier
+from lmoffload_solver.errors import StatedError
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every context of the process."""
+
+
+@dataclass(eq=False)
+class StreamEvent:
+    """The end of a task of a stream; see `resources.Event`."""
+
+    started: Any
+    ended: Any
+    base: Any
+    """Recorded when `base_s` was read: times on the device are counted from it."""
+    base_s: float
+    error: BaseException | None = None
+    _issued: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def begin_s(self) -> float:
+        return self.base_s + float(self.base.elapsed_time(self.started)) / 1e3
+
+    @property
+    def end_s(self) -> float:
+        return self.base_s + float(self.base.elapsed_time(self.ended)) / 1e3
+
+    @property
+    def done(self) -> bool:
+        return self._issued.is_set() and (self.error is not None or bool(self.ended.query()))
+
+    def wait(self) -> None:
+        self.wait_issued()
+        self.ended.synchronize()
+
+    def wait_issued(self) -> None:
+        """Block until the work is in its stream; raises what ended it early."""
+        self._issued.wait()
+        if self.error is not None:
+            raise self.error
+
+    def issue(self) -> None:
+        """The work is in its stream, or will never be."""
+        self._issued.set()
+
+
+@dataclass(slots=True)
+class _Task:
+    run: Callable[[], object]
+    waits: Sequence[Event]
+    event: StreamEvent
+
+
+class StreamQueue:
+    """A queue whose server is a stream, fed by a thread; see `resources.Queue`."""
+
+    def __init__(self, name: str, device: torch.device, base: Any, base_s: float) -> None:
+        self._device, self._base, self._base_s = device, base, base_s
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._discarding = threading.Event()
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"lmoffload-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def native_ids(self) -> tuple[int, ...]:
+        return () if self._thread.native_id is None else (self._thread.native_id,)
+
+    def enqueue(self, run: Callable[[], object], waits: Sequence[Event] = ()) -> StreamEvent:
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        event = StreamEvent(started, ended, self._base, self._base_s)
+        self._tasks.put(_Task(run, waits, event))
+        return event
+
+    def discard(self) -> None:
+        self._discarding.set()
+
+    def drain(self) -> None:
+        last = self.enqueue(lambda: None)
+        with suppress(BaseException):  # told to those who waited for the task itself
+            last.wait_issued()
+        self.stream.synchronize()
+        self._failed = None
+        self._discarding.clear()
+
+    def close(self) -> None:
+        self._discarding.set()
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        torch.cuda.set_device(self._device)
+        while (task := self._tasks.get()) is not None:
+            self._issue(task)
+            del task  # a queue that waits keeps no task's tensors alive
+
+    def _issue(self, task: _Task) -> None:
+        event = task.event
+        try:
+            if self._discarding.is_set():
+                raise DiscardedError
+            if self._failed is not None:
+                raise self._failed
+            for before in task.waits:
+                if isinstance(before, StreamEvent):
+                    before.wait_issued()
+                    self.stream.wait_event(before.ended)
+                else:
+                    before.wait()
+            with torch.cuda.stream(self.stream):
+                event.started.record(self.stream)
+                task.run()
+                event.ended.record(self.stream)
+        except BaseException as error:  # surfaces in the thread that waits
+            event.error = self._failed = error
+        finally:
+            event.issue()
+
+
+class CudaAccelerator:
+    """See `resources.Accelerator`.
+
+    Args:
+        memory_bytes: what may be used of the device's memory; None: what is free.
+
+    Raises:
+        StatedError: there is no CUDA device.
+    """
+
+    emulated = False
+
+    def __init__(self, memory_bytes: int | None = None, number: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise StatedError("This plan is for a CUDA device, and torch finds none here.")
+        self.device = torch.device("cuda", number)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self.memory = Tier("device", free if memory_bytes is None else min(free, memory_bytes), self._take)
+        base: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        base.record(torch.cuda.current_stream(self.device))
+        base.synchronize()
+        base_s = time.perf_counter()
+        self.compute: Queue = StreamQueue("device", self.device, base, base_s)
+        self.upload: Queue = StreamQueue("upload", self.device, base, base_s)
+        self.download: Queue = StreamQueue("download", self.device, base, base_s)
+        self._locked: list[Slab] = []
+
+    def page_locked(self, num_bytes: int) -> Slab:
+        """A slab of exactly this size; torch's own pinned allocator would round it up to a power of two.
+
+        Raises:
+            StatedError: the system locks no more pages.
+        """
+        slab = Slab(num_bytes)
+        code = int(torch.cuda.cudart().cudaHostRegister(slab.bytes.data_ptr(), slab.bytes.numel(), PORTABLE))  # type: ignore[no-untyped-call]
+        if code != 0:
+            raise StatedError(f"The system does not lock {num_bytes} bytes of memory for the device (CUDA error {code}).")
+        self._locked.append(slab)
+        return slab
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def close(self) -> None:
+        for stream_queue in (self.compute, self.upload, self.download):
+            stream_queue.close()
+        torch.cuda.synchronize(self.device)
+        for slab in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(slab.bytes.data_ptr())  # type: ignore[no-untyped-call]
+        self._locked = []
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -1,0 +1,134 @@
+"""Slowing: the tasks of a block stretched by what resources that work at once do to each other.
+
+Between queues as much as possible of a step's work of two resources is taken to be at once; between barriers that of a turn. What several
+others cost a resource adds up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TypeAlias
+
+from lmoffload_solver.chain_schedule import BatchWork, UnitWork
+from lmoffload_solver.costs import Contention
+from lmoffload_solver.value import Resource
+
+Slowdowns: TypeAlias = Mapping[tuple[Resource, Resource], Contention]
+
+Seconds: TypeAlias = dict[Resource, float]
+
+BATCH: dict[str, Resource] = {
+    "read": "disk_read",
+    "load_kv": "upload",
+    "load_hidden": "upload",
+    "compute": "device",
+    "quantize": "device",
+    "after": "device",
+    "attend": "host_attention",
+    "store_kv": "download",
+    "store_hidden": "download",
+    "write": "disk_write",
+}
+"""Resource of each field of `BatchWork`."""
+
+UNIT: dict[str, Resource] = {"read": "disk_read", "upload": "upload", "dequantize": "device"}
+"""Of `UnitWork`."""
+
+IN_TURN = frozenset({("device", "host_attention")})
+"""Pairs that never work at once between barriers."""
+
+
+def slowed(steps: list[list[UnitWork]], overlap: str, slowdowns: Slowdowns) -> list[list[UnitWork]]:
+    """The steps of a block, stretched."""
+    if overlap == "none" or not slowdowns:
+        return steps
+    if overlap == "queues":
+        return [_step_slowed(step, slowdowns) for step in steps]
+    return _turns_slowed(steps, {pair: slow for pair, slow in slowdowns.items() if pair not in IN_TURN})
+
+
+def factors(alone: Seconds, slowdowns: Slowdowns) -> Seconds:
+    """How much longer the work of each resource takes where all of `alone` may be at once."""
+    more: Seconds = {}
+    for (first, second), slow in slowdowns.items():
+        one, other = alone.get(first, 0.0), alone.get(second, 0.0)
+        if one and other:
+            both = slow.stretched(one, other)
+            more[first] = more.get(first, 0.0) + both[0] - one
+            more[second] = more.get(second, 0.0) + both[1] - other
+    return {resource: 1 + seconds / alone[resource] for resource, seconds in more.items()}
+
+
+def busy_of(units: Sequence[UnitWork]) -> Seconds:
+    """Seconds that each resource works in a step."""
+    busy: Seconds = {}
+    different = {id(unit): unit for unit in units}
+    for number, times in Counter(map(id, units)).items():
+        unit = different[number]
+        of_unit: Seconds = {}
+        _add(of_unit, unit, UNIT)
+        for batch in unit.batches:
+            _add(of_unit, batch, BATCH)
+        for resource, seconds in of_unit.items():
+            busy[resource] = busy.get(resource, 0.0) + times * seconds
+    return busy
+
+
+def _step_slowed(step: list[UnitWork], slowdowns: Slowdowns) -> list[UnitWork]:
+    alone = busy_of(step)
+    found = factors(alone, slowdowns)
+    if not found:
+        return step
+    stretched: dict[int, UnitWork] = {}
+    for unit in step:
+        if id(unit) not in stretched:
+            stretched[id(unit)] = _stretched(unit, found, [found] * len(unit.batches))
+    return [stretched[id(unit)] for unit in step]
+
+
+def _turns_slowed(steps: list[list[UnitWork]], slowdowns: Slowdowns) -> list[list[UnitWork]]:
+    """The weights of the next unit come in a unit's first turn."""
+    flat = [unit for step in steps for unit in step]
+    turns: list[list[Seconds]] = []
+    coming: list[Seconds] = [{}]
+    for number, unit in enumerate(flat):
+        found = []
+        for batch, work in enumerate(unit.batches):
+            alone: Seconds = {}
+            _add(alone, work, BATCH)
+            if batch == 0:
+                alone["device"] = alone.get("device", 0.0) + unit.dequantize
+                if number + 1 < len(flat):
+                    _add(alone, flat[number + 1], {"read": "disk_read", "upload": "upload"})
+            found.append(factors(alone, slowdowns))
+        turns.append(found)
+        coming.append(found[0])
+    slow = []
+    for number, unit in enumerate(flat):
+        weights = {**coming[number], "device": turns[number][0].get("device", 1.0)}
+        slow.append(_stretched(unit, weights, turns[number]))
+    ends = [0]
+    for step in steps:
+        ends.append(ends[-1] + len(step))
+    return [slow[first:end] for first, end in pairwise(ends)]
+
+
+def _add(alone: Seconds, work: BatchWork | UnitWork, fields: Mapping[str, Resource]) -> None:
+    for name, resource in fields.items():
+        seconds = getattr(work, name)
+        if seconds:
+            alone[resource] = alone.get(resource, 0.0) + seconds
+
+
+def _stretched(unit: UnitWork, weights: Seconds, batches: Sequence[Seconds]) -> UnitWork:
+    """A unit with its own tasks longer by some factors, and those of each micro-batch by others."""
+    scaled = [_scaled(work, found) for work, found in zip(unit.batches, batches, strict=True)]
+    own = {name: getattr(unit, name) * weights[resource] for name, resource in UNIT.items() if resource in weights}
+    return replace(unit, batches=tuple(scaled), **own)
+
+
+def _scaled(work: BatchWork, found: Seconds) -> BatchWork:
+    return replace(work, **{name: getattr(work, name) * found[resource] for name, resource in BATCH.items() if resource in found})
