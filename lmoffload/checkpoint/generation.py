@@ -13,7 +13,7 @@ NOT_APPLIED: Mapping[str, tuple[object, ...]] = {
     "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (), "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,), "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (),
     "forced_bos_token_id": (), "forced_eos_token_id": (), "min_length": (0,), "min_new_tokens": (0,),
-    "exponential_decay_length_penalty": (), "guidance_scale": (1,), "watermarking_config": (), "stop_strings": (),
+    "exponential_decay_length_penalty": (), "guidance_scale": (1,), "watermarking_config": (),
     "diversity_penalty": (0,), "renormalize_logits": (False,),
 }  # fmt: skip
 """Fields of transformers' GenerationConfig that change which tokens come out and that this program does not apply, each with the values,
@@ -29,6 +29,7 @@ def generation_remarks(config: Mapping[str, Any] | None, what: str) -> tuple[str
     if config is None:
         return ()
     _check_end_tokens(config.get("eos_token_id"), what)
+    _check_stop_strings(config.get("stop_strings"), what)
     _check_number(config, "repetition_penalty", what, least=0, most=math.inf, whole=False, above=True)
     if config.get("do_sample"):
         _check_number(config, "temperature", what, least=0, most=math.inf, whole=False)
@@ -39,6 +40,18 @@ def generation_remarks(config: Mapping[str, Any] | None, what: str) -> tuple[str
     if not asked:
         return ()
     return (f"the {what} asks for {', '.join(asked)}, which lmoffload does not apply: transformers may give other text",)
+
+
+def stop_strings(config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Texts that end a completion, as the model's authors have them."""
+    stated = (config or {}).get("stop_strings") or ()
+    return (stated,) if isinstance(stated, str) else tuple(stated)
+
+
+def _check_stop_strings(stated: object, what: str) -> None:
+    texts = stated if isinstance(stated, list) else [stated]
+    if stated is not None and not all(isinstance(text, str) and text for text in texts):
+        raise StatedError(f"The {what} is not valid: stop_strings must be a text or a list of texts, not {stated!r:.80}.")
 
 
 def _check_end_tokens(ids: object, what: str) -> None:

@@ -96,4 +96,5 @@ def _request(line: JobLine, line_id: str, text: Text, shape: ModelShape, options
         ids = text.encode_chat([message.model_dump() for message in line.messages])
     gen_len = line.max_new_tokens or options.gen_len
     check_length(shape, len(ids), gen_len)
-    return Request(line_id, ids, gen_len, line.sampling.over(options.sampling), line.stop or options.stop, options.log_probabilities)
+    stop = line.stop or options.stop or text.stop_strings
+    return Request(line_id, ids, gen_len, line.sampling.over(options.sampling), stop, options.log_probabilities)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lmoffload.checkpoint import Checkpoint, load_tokenizer
+from lmoffload.checkpoint.generation import stop_strings
 from lmoffload.errors import StatedError
 
 
@@ -16,6 +17,8 @@ class Text:
         self._tokenizer: Any = load_tokenizer(checkpoint)
         self._name = checkpoint.shape.name
         self._vocab_size = checkpoint.shape.vocab_size
+        self.stop_strings = stop_strings(checkpoint.generation_config)
+        """End a completion for which no others are asked for."""
 
     def encode(self, prompt: str) -> tuple[int, ...]:
         """Tokens of raw text, with the special tokens that the tokenizer adds and exactly one start token where it adds one.

@@ -183,6 +183,9 @@ def test_tiny_models_have_the_vocabulary_they_say(tmp_path: Path) -> None:
         ({"do_sample": True, "temperature": float("nan")}, "temperature"),
         ({"do_sample": True, "top_p": 2}, "top_p"),
         ({"do_sample": True, "top_k": 1.5}, "top_k"),
+        ({"do_sample": True, "min_p": 2}, "min_p"),
+        ({"stop_strings": [3]}, "stop_strings"),
+        ({"stop_strings": ["a", ""]}, "stop_strings"),
     ],
 )
 def test_generation_settings_without_meaning_are_named(tmp_path: Path, fields: dict[str, object], name: str) -> None:
@@ -194,7 +197,10 @@ def test_generation_settings_without_meaning_are_named(tmp_path: Path, fields: d
 
 def test_generation_settings_that_are_not_applied_are_told(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "m", num_layers=1)
-    applied = {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2], "num_beams": 1, "min_p": 0.0, "bad_words_ids": None}
+    applied = {
+        "do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2], "num_beams": 1, "min_p": 0.3, "bad_words_ids": None,
+        "stop_strings": "x",
+    }  # fmt: skip
     (folder / "generation_config.json").write_text(json.dumps(applied), encoding="utf-8")
     assert open_checkpoint(folder).remarks == ()
     (folder / "generation_config.json").write_text(json.dumps({"num_beams": 4, "suppress_tokens": [3]}), encoding="utf-8")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Call
+from tests.cli.conftest import Call, make_model
 
 
 def _results(text: str) -> dict[str, dict[str, Any]]:
@@ -40,6 +40,16 @@ def test_log_probabilities_are_told_when_asked_alone(call: Call, profiled: Path,
     told = _results(call("run", model, *work, "--logprobs").out)
     assert all("log_probabilities" not in result for result in plain.values())
     assert {key: {**result, "log_probabilities": told[key]["log_probabilities"]} for key, result in plain.items()} == told
+
+
+def test_the_models_own_stop_texts(call: Call, profiled: Path, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "own")
+    work = ("run", folder, "-p", "One two", "--gen-len", "12", "--temperature", "0")
+    whole = call(*work).out.removesuffix("\n")
+    for stated in (whole[4:6], ["never there", whole[4:6]]):
+        (folder / "generation_config.json").write_text(json.dumps({"stop_strings": stated}))
+        assert call(*work).out == whole.partition(whole[4:6])[0] + "\n"
+    assert call(*work, "--stop", whole[7:9]).out == whole.partition(whole[7:9])[0] + "\n", "the request wins"
 
 
 @pytest.mark.parametrize(
