@@ -78,9 +78,6 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     from lmoffload_solver.search import solve
 
     file_system = machine.disk_for(model.path)
-    if machine.is_here and machine.profile.accelerator is not None:
-        name = machine.profile.name
-        raise UsageError(f"Plans for a device cannot be run yet, and {name} has one; plan for it with `lmoffload plan`.")
     now = replace(machine, profile=_as_found_now(machine.profile)) if machine.is_here else machine
     profile, as_now = machine.emulating(limits.emulated_device).profile, now.emulating(limits.emulated_device).profile
     if asked is not None and (asked.policy_file is not None or asked.policy != "optimal"):

@@ -24,7 +24,6 @@ from lmoffload.kernels.processor import HostProcessor, Processor
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_tasks import chain_units
-from lmoffload_solver.counting import main_format
 from lmoffload_solver.decision import Decision
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan, on_device
@@ -48,8 +47,8 @@ class DeviceSide:
     attention_pool: Pool
 
     @staticmethod
-    def of(shape: ModelShape, plan: Plan, accelerator: Accelerator | None = None) -> DeviceSide | None:
-        """None where the plan has no device. accelerator: to be used, and closed; by default the one that the plan is for.
+    def of(shape: ModelShape, plan: Plan, stored_format: str, accelerator: Accelerator | None = None) -> DeviceSide | None:
+        """None where the plan has no device. stored_format: of the checkpoint, which a device of its own computes in. accelerator: to be used, and closed; by default the one that the plan is for.
 
         Raises:
             StatedError: there is no such device here.
@@ -69,7 +68,7 @@ class DeviceSide:
         pool = Pool(plan.threads.get("host_attention", 1), cores.get("host_attention") or None)
         decision = decision_of(shape, plan)
         computing = Pool(plan.threads.get("compute", 1), cores.get("compute"))
-        processor = accelerator.processor(computing, DTYPES.get(main_format(shape), torch.bfloat16))
+        processor = accelerator.processor(computing, DTYPES.get(stored_format, torch.bfloat16))
         return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, computing, processor, pool)
 
     def weights(self, tensors: StoredTensors, plan: Plan, reader: DiskReader) -> TieredWeights:

@@ -37,6 +37,7 @@ from lmoffload.modeling.build import build_model
 from lmoffload.modeling.rotary import follows_length, switches_at
 from lmoffload.modeling.runtime import Runtime
 from lmoffload.settings import Settings
+from lmoffload_solver.counting import main_format
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport
@@ -85,6 +86,7 @@ class Engine:
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
         process.reset_peak()
         formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
+        stored_format = main_format(checkpoint.shape)
         checkpoint = with_formats(checkpoint, formats, cache=cache, on_progress=on_store)
         self.plan, self.shape = plan, checkpoint.shape
         self._bytes_read_before = process.bytes_read_from_disk()
@@ -93,7 +95,7 @@ class Engine:
         self._decode = decode
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
-        self._device = DeviceSide.of(self.shape, plan, accelerator)
+        self._device = DeviceSide.of(self.shape, plan, stored_format, accelerator)
         units = self.units = units_of(self.shape, plan) if self._device is None else self._device.units
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)

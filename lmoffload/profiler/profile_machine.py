@@ -127,7 +127,7 @@ def _measure(
     from lmoffload.profiler.copies import copy_contention, copy_rates
     from lmoffload.profiler.disk import read_disk
     from lmoffload.profiler.linear import linear_curves
-    from lmoffload.profiler.links import link_curves
+    from lmoffload.profiler.cuda_links import link_curves
     from lmoffload.profiler.memory import memory_rates
     from lmoffload.profiler.overheads import measure_overheads
     from lmoffload_solver.threads import disk_threads
