@@ -23,9 +23,9 @@ from lmoffload.executor.pace import Pace
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.reporting import run_report
 from lmoffload.executor.request import Completion, Progress, Request, Score
+from lmoffload.executor.resources import Accelerator
 from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
-from lmoffload.executor.resources import Accelerator
 from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.executor.waiting import Waiting
 from lmoffload.executor.weights import WeightStore

@@ -20,7 +20,6 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape, TensorShape
 
-
 NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
 """Formats of tensors as they lie."""
 
