@@ -2,8 +2,8 @@
 
 python -m benchmarks.gpu_check [--memory 16GiB] [--budget 480] [--folder DIR]     on this machine's GPU
 python -m benchmarks.gpu_check --device cpu                                       a rehearsal of the script: tiny sizes, torch's CPU
-Each part runs in a process of its own with a time limit: one that fails, hangs or breaks the device's context is reported, and the others go
-on. Prints a table; the last line of stdout is one JSON document. Ends with 0 where every part passed, else 1. Needs about 20 GB of disk.
+Each part runs in a process of its own with a time limit: one that fails, hangs or breaks the device's context is reported, and the others
+go on. Prints a table; the last line of stdout is one JSON document. Ends with 0 where every part passed, else 1. Needs about 20 GB of disk.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 GIB = 2**30
 SEARCH_S = 12.0
 LATE_SHARE = 0.2
+WEIGHTS_SHARE = 0.6
+"""Of the weights, what the device has memory for beside 6 GiB to work with: the models are cut, and would fit otherwise."""
 CLOSE_S = 3.0
 """Kept of the budget for printing."""
 
@@ -338,7 +340,7 @@ def prediction(check: Check) -> dict[str, Any]:
 
 
 def _figures(plan: Plan, report: RunReport, machine: MachineProfile) -> dict[str, Any]:
-    measured, link = report.measured, [l for l in machine.links if l.direction == "upload" and l.page_locked]
+    measured, link = report.measured, [one for one in machine.links if one.direction == "upload" and one.page_locked]
     shares: dict[str, float] = {}
     for name, seconds in measured.resources.items():
         planned = plan.predicted.resources.get(name)
@@ -371,7 +373,7 @@ def _memory_share(check: Check, machine: MachineProfile) -> dict[str, float]:
     device, side = (rehearsing, 256) if check.rehearsed else (cuda_device(), 8192)
     assert device is not None and machine.accelerator is not None and machine.accelerator.name != "emulated"
     seconds = product_seconds(device, side, (16,), 0.5)[16].median_s
-    rate, reading = 2 * side * side / seconds, [r.bytes_per_s for r in machine.memory if r.tier == "device"][0]
+    rate, reading = 2 * side * side / seconds, next(r.bytes_per_s for r in machine.memory if r.tier == "device")
     return {"product_bytes_per_s": rate, "share_of_reading": rate / reading}
 
 
@@ -394,7 +396,8 @@ def _searched(check: Check, work: Work) -> dict[str, Any]:
     from lmoffload_solver.workload import Limits
 
     model, machine = check.model(work), check.machine
-    capped = replace(check, memory_bytes=min(check.memory_bytes, max(weights_bytes(model.shape), GIB if check.rehearsed else 8 * GIB)))
+    room = (GIB if check.rehearsed else 6 * GIB) + int(WEIGHTS_SHARE * weights_bytes(model.shape))
+    capped = replace(check, memory_bytes=min(check.memory_bytes, room))
     job = Job(model.shape, _workload(work))
     limits = Limits(device_memory_bytes=capped.memory_bytes, micro_batch=work.micro_batch, num_micro_batches=work.num_micro_batches)
     found = ChainSearch(job, machine, machine.disks[0], limits, "exact", time.perf_counter() + SEARCH_S).run()
@@ -402,7 +405,8 @@ def _searched(check: Check, work: Work) -> dict[str, Any]:
         raise StatedError(f"No plan was found for {work} with {capped.memory_bytes} bytes of device memory.")
     plan = plan_of(job, machine, found.decision, digest=model.digest, limits=limits)
     _, report = _run(capped, model, work, plan)
-    choices = {"weights": {tier: int(size) for tier, size in plan.weights.bytes.items()}, "kv": sorted({t for _, _, t in plan.kv.homes})}
+    homes = sorted({tier for _, _, tier in plan.kv.homes})
+    choices = {"weights": {tier: int(size) for tier, size in plan.weights.bytes.items()}, "kv_homes": homes}
     more = {"host_share": plan.attention.host_share, "hidden": plan.hidden.tier, "device_memory_bytes": capped.memory_bytes}
     return {**_figures(plan, report, machine), **choices, **more}
 

@@ -17,7 +17,7 @@ from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.memory import peak
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import Infeasible, plan_in
-from lmoffload_solver.plan import Named, Plan
+from lmoffload_solver.plan import Named, Plan, on_device
 from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import read_value
 from lmoffload_solver.workload import MOST_PROMPTS, MOST_TOKENS, Limits, PromptGroup, Workload, check_length
@@ -148,7 +148,11 @@ def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
     Raises:
         InfeasibleError: it needs more memory or cores than this process may use.
     """
-    needed = peak(shape, plan) if plan.limits.emulated_device is None else sum(plan.predicted.peak_bytes[t] for t in ("device", "host"))
+    peaks, needed = plan.predicted.peak_bytes, 0
+    if not on_device(plan):
+        needed = peak(shape, plan)
+    else:
+        needed = peaks["host"] + (0 if plan.limits.emulated_device is None else peaks["device"])
     usable = memory_of_process()
     if needed > usable:
         raise InfeasibleError(

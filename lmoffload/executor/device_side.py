@@ -48,7 +48,11 @@ class DeviceSide:
 
     @staticmethod
     def of(shape: ModelShape, plan: Plan, stored_format: str, accelerator: Accelerator | None = None) -> DeviceSide | None:
-        """None where the plan has no device. stored_format: of the checkpoint, which a device of its own computes in. accelerator: to be used, and closed; by default the one that the plan is for.
+        """None where the plan has no device.
+
+        Args:
+            stored_format: of the checkpoint, which a device of its own computes in.
+            accelerator: to be used, and closed; by default the one that the plan is for.
 
         Raises:
             StatedError: there is no such device here.

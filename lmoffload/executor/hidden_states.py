@@ -22,8 +22,8 @@ class _Kept:
 class HiddenStates:
     """What suspended forwards keep between units.
 
-    A parked one leaves its storage empty, whoever refers to it: the forward that is suspended finds it filled again when it goes on. A queue
-    may run behind the thread that gives it work; so what it uses is kept for it (`Accelerator.keep_for`) before a storage is emptied.
+    A parked one leaves its storage empty, whoever refers to it: the forward that is suspended finds it filled again when it goes on. A
+    queue may run behind the thread that gives it work; so what it uses is kept for it (`Accelerator.keep_for`) before a storage is emptied.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

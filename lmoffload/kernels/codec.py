@@ -220,4 +220,14 @@ def unpack_codes(stored: torch.Tensor, name: str) -> torch.Tensor:
     return torch.cat((stored & 15, stored >> 4), dim=-1).int()
 
 
-__all__ = ["CODECS", "LINE_ELEMENTS", "PARAMETER_BYTES", "Codec", "encode_lines", "reference_decode", "reference_encode", "store_encoded", "unpack_codes"]
+__all__ = [
+    "CODECS",
+    "LINE_ELEMENTS",
+    "PARAMETER_BYTES",
+    "Codec",
+    "encode_lines",
+    "reference_decode",
+    "reference_encode",
+    "store_encoded",
+    "unpack_codes",
+]

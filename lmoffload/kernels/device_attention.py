@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,12 +37,14 @@ def device_prefill_attention(
     for first, count, size in _alike(segments):
         end = first + count * size
         asked = slice(first, end - known)
-        grouped = [
-            t[part].reshape(count, -1, *t.shape[1:]).transpose(1, 2)
-            for t, part in ((q, asked), (k, slice(first, end)), (v, slice(first, end)))
-        ]
-        out[asked] = _causal(*grouped, known, scaling, window, softcap, sinks).transpose(1, 2).reshape(-1, heads, value_dim)
+        query, key, value = (_by_segment(t, count) for t in (q[asked], k[first:end], v[first:end]))
+        out[asked] = _causal(query, key, value, known, scaling, window, softcap, sinks).transpose(1, 2).reshape(-1, heads, value_dim)
     return out
+
+
+def _by_segment(t: torch.Tensor, count: int) -> torch.Tensor:
+    """[B · S, H, D] -> [B, H, S, D]."""
+    return t.reshape(count, -1, *t.shape[1:]).transpose(1, 2)
 
 
 def _alike(segments: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -70,7 +73,7 @@ def _causal(
     place = torch.arange(size, device=q.device)
     distance = place[known:, None] - place[None, :]
     allowed = (distance >= 0) & (distance < (size if window is None else window))
-    grouped = q.unflatten(1, (k.shape[1], -1))  # [B, KV, G, S, D]
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, *q.shape[2:])  # [B, KV, G, S, D]
     return _attend(grouped, k[:, :, None], v[:, :, None], allowed, scaling, softcap, sinks).flatten(1, 2)
 
 
@@ -87,7 +90,7 @@ def device_decode_attention(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `decode_attention.decode_attention`; q of any floating dtype, the result of the same."""
-    options = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
+    options: dict[str, Any] = {"scaling": scaling, "window": window, "softcap": softcap, "sinks": None if sinks is None else sinks.float()}
     if not (isinstance(keys, PlainRows) and isinstance(values, PlainRows)):
         if triton_runs_on(q.device):
             from lmoffload.kernels.triton_decode import quantized_decode_attention
@@ -117,10 +120,9 @@ def _attend(
     """Attention where a mask allows it. With sinks, q is [B, KV, G, S, D] and k and v have a dimension of one head for G."""
     if softcap is None and sinks is None:
         if q.dim() == 5:  # torch's fused kernels take four dimensions
-            wide = [t.expand(-1, -1, q.shape[2], -1, -1).flatten(1, 2) for t in (k, v)]
-            return functional.scaled_dot_product_attention(q.flatten(1, 2), *wide, attn_mask=allowed, scale=scaling).unflatten(
-                1, (q.shape[1], -1)
-            )
+            key, value = (t.expand(-1, -1, q.shape[2], -1, -1).flatten(1, 2) for t in (k, v))
+            out = functional.scaled_dot_product_attention(q.flatten(1, 2), key, value, attn_mask=allowed, scale=scaling)
+            return out.view(*q.shape[:-1], v.shape[-1])
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling)
     scores = softcapped(q.float() @ k.float().transpose(-1, -2) * scaling, softcap).masked_fill(~allowed, float("-inf"))
     if sinks is None:

@@ -105,8 +105,9 @@ def product_seconds(device: Device, side: int, rows: Sequence[int], budget_s: fl
     found = {}
     for count in rows:
         x = torch.randn(count, side, device=device.torch).to(torch.bfloat16)
-        found[count] = repeated(device, partial(_in_turn, [partial(torch.nn.functional.linear, x, w) for w in matrices]), budget_s / len(rows))
-        found[count] = Sample(found[count].median_s / len(matrices), found[count].spread, found[count].count)
+        actions = [partial(torch.nn.functional.linear, x, matrix) for matrix in matrices]
+        sample = repeated(device, partial(_in_turn, actions), budget_s / len(rows))
+        found[count] = Sample(sample.median_s / len(matrices), sample.spread, sample.count)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What computes on a device, exercised on the CPU: torch's operators, and Triton's kernels in Triton's interpreter where it is installed."""
+"""What computes on a device, on the CPU: torch's operators, and Triton's kernels in Triton's interpreter where it is installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_products(format_name, n):
         torch.testing.assert_close(device_linear(x, matrix, bias=bias), reference_linear(x, matrix, bias), rtol=1e-4, atol=1e-3)
     plain = random_matrix("bf16", n, 256)
     weight = plain.data.view(torch.bfloat16).view(n, 256)
-    assert torch.equal(device_linear(x.bfloat16(), plain, bias=bias.bfloat16()), torch.nn.functional.linear(x.bfloat16(), weight, bias.bfloat16()))
+    x, bias = x.bfloat16(), bias.bfloat16()
+    assert torch.equal(device_linear(x, plain, bias=bias), torch.nn.functional.linear(x, weight, bias))
 
 
 def test_a_format_that_no_device_takes():
