@@ -240,8 +240,11 @@ def _run(
 
     watch = MemoryWatch(planned.plan.predicted.peak_bytes.get("host", 0))
     progress = RunProgress(bar)
+    first: list[str] = []
 
     def after_step(step: Step) -> None:
+        while first:  # not before: what cannot be run is told in one sentence
+            tell(first.pop())
         progress.show(step)
         if output is not None:
             output.sync()
@@ -249,7 +252,8 @@ def _run(
     if output is not None:
         costs = TokenSeconds.of(planned.plan)
         seconds = format_seconds(sum(costs.seconds(request) for request in job.requests))
-        tell(f"Planned: {format_number(len(job.requests), 'prompt')} in {seconds} at most; {BINDS.get(planned.plan.binding)} binds.")
+        binds = BINDS.get(planned.plan.binding)
+        first.append(f"Planned: {format_number(len(job.requests), 'prompt')} in {seconds} at most; {binds} binds.")
     bar.say("loading the weights")
     with Engine(planned, text=text, tell=tell, on_store=bar.show_store(), keep_spans=options.trace_file is not None) as engine:
         engine.run(job, keep, after_step, watch.short)

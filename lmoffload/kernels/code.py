@@ -38,6 +38,8 @@ class Machine:
     dot_width: int = 8
     """Whole-number lanes of a vector of `dots`."""
     is_x86: bool = False
+    amx: bool = False
+    """Whether many rows of bytes are multiplied by tile registers."""
 
 
 @cache

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from lmoffload.kernels.board import Call
-from lmoffload.kernels.integer import integer_kernels
+from lmoffload.kernels.integer import MANY_ROWS, IntegerKernels, integer_kernels
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.kernels.pool import Job, Pool
 from lmoffload.kernels.tiled import TILE_ROWS, padded_tail
@@ -30,16 +30,17 @@ class Int8Dot:
     least_rows = 1
 
     def prepare(self, matrix: Matrix) -> None:
-        integer_kernels(matrix.format)
+        for many in (False, True):
+            integer_kernels(matrix.format, many)
 
     def unit(self, n: int, k: int) -> int:
         return TILE_ROWS
 
     def activations(self, x: torch.Tensor, matrix: Matrix, pool: Pool) -> torch.Tensor:
         """x fp32 [M, K] packed: uint8 [M, packed_row_bytes]."""
-        kernels = integer_kernels(matrix.format)
-        rows, k = x.shape
-        packed = torch.empty(rows, packed_row_bytes(k, QUANTIZED[matrix.format].block_elements), dtype=torch.uint8)
+        kernels, (rows, k) = _kernels(x, matrix), x.shape
+        room = -(-rows // kernels.packed_multiple) * kernels.packed_multiple
+        packed = torch.empty(room, packed_row_bytes(k, QUANTIZED[matrix.format].block_elements), dtype=torch.uint8)[:rows]
         together = _whole_blocks(JOB_ACTIVATIONS // k, kernels.block_rows)
 
         def pack(first: int, end: int) -> None:
@@ -53,7 +54,7 @@ class Int8Dot:
         return packed
 
     def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:
-        entry, keeps = integer_kernels(matrix.format).entry, (x, matrix.data, out)
+        entry, keeps = _kernels(x, matrix).entry, (x, matrix.data, out)
         whole_end = ranges[-1][1] // TILE_ROWS * TILE_ROWS
         whole = [(first, min(end, whole_end)) for first, end in ranges if first < whole_end]
         jobs: list[Job] = [Call(entry, arguments, keeps) for arguments in _blocks(x, matrix, matrix.data.data_ptr(), whole, out)]
@@ -62,11 +63,16 @@ class Int8Dot:
         return jobs
 
 
+def _kernels(x: torch.Tensor, matrix: Matrix) -> IntegerKernels:
+    """Those for as many rows."""
+    return integer_kernels(matrix.format, x.shape[0] >= MANY_ROWS)
+
+
 def _tail(x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
     """The last tile, of fewer rows than a whole one."""
     tile, part = padded_tail(matrix.data, matrix.format, matrix.n, matrix.k), torch.empty(x.shape[0], TILE_ROWS)
     for arguments in _blocks(x, matrix, tile.data_ptr(), [(0, TILE_ROWS)], part):
-        integer_kernels(matrix.format).product(*arguments)
+        _kernels(x, matrix).product(*arguments)
     out[:] = part[:, : out.shape[1]]
 
 
@@ -76,7 +82,7 @@ def _blocks(
     """The arguments of `IntegerKernels.product` for ranges of rows of the tiles at an address: as many activation rows at a time as stay in
     the cache. Addresses are computed here and not by torch, which takes longer: after a product little of Python is in the cache."""
     (rows, packed_row), out_row, row_bytes = x.shape, 4 * out.stride(0), matrix.row_bytes
-    together = _whole_blocks(ACTIVATION_BYTES // packed_row, integer_kernels(matrix.format).block_rows)
+    together = _whole_blocks(ACTIVATION_BYTES // packed_row, _kernels(x, matrix).block_rows)
     x_place, out_place, tile_bytes, k = x.data_ptr(), out.data_ptr(), TILE_ROWS * row_bytes, matrix.k
     for first, end in ranges:
         here, tiles_here, column = tiles + first * row_bytes, (end - first) // TILE_ROWS, out_place + 4 * first

@@ -13,6 +13,8 @@ from functools import cache
 
 from llvmlite import ir
 
+from lmoffload.kernels.amx import TILE_LINES, amx_is_granted
+from lmoffload.kernels.amx_product import AmxProduct
 from lmoffload.kernels.board import emit_entry
 from lmoffload.kernels.bytes_dot import CHUNK, BytesDot
 from lmoffload.kernels.code import ADDRESS, F32, I8, I16, I32, I64, Code, Compiled, Machine, V, host_machine
@@ -22,6 +24,9 @@ from lmoffload.kernels.tokens import each_block, emit_pack
 from lmoffload_solver.formats import QUANTIZED
 
 STEPS = CHUNK // 4
+
+MANY_ROWS = 16
+"""Activation rows from which on tile registers, where the machine has them, are used: a block of theirs is full."""
 
 FEW_ROWS = 2
 """Activation rows up to which a tile's bytes arrive no faster than they are used."""
@@ -38,18 +43,21 @@ class IntegerKernels:
     product(tiles, tile_bytes, num_tiles, packed, packed_row, m, out, out_row, k): whole tiles.
     entry: the address of the same for a `board.Call`.
     block_rows: rows may be packed and multiplied apart where the first is a multiple of this.
+    packed_multiple: there is room for a multiple of so many packed rows.
     """
 
     pack: Callable[..., None]
     product: Callable[..., None]
     entry: int
     block_rows: int
+    packed_multiple: int
 
 
 @cache
-def integer_kernels(format_name: str) -> IntegerKernels:
-    """The compiled functions of a format for this machine, compiled at the first call."""
-    return compile_integer(format_name, host_machine())
+def integer_kernels(format_name: str, many: bool) -> IntegerKernels:
+    """The compiled functions of a format for this machine, for at least `MANY_ROWS` activation rows or for fewer, compiled at the first
+    call. Both give the same bits."""
+    return compile_integer(format_name, replace(host_machine(), amx=many and amx_is_granted()))
 
 
 @cache
@@ -57,13 +65,18 @@ def compile_integer(format_name: str, machine: Machine) -> IntegerKernels:
     """The same for any machine whose instructions this one has."""
     module, narrow = ir.Module(f"lmoffload_integer_{format_name}"), replace(machine, width=machine.dot_width)
     group, nibbles = QUANTIZED[format_name].block_elements, format_name != "int8"
-    sizes = (12, 8, 4, 2, 1) if narrow.width == TILE_ROWS else (4, 2, 1)
-    pack = emit_pack(module, machine, group, sizes, shifted=machine.dots == "vnni" and not nibbles, real=nibbles)
-    product = Product(Code(module, narrow, "product", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64]), machine, group, nibbles)
-    code = product.emit(sizes)
+    code = Code(module, narrow, "product", [ADDRESS, I64, I64, ADDRESS, I64, I64, ADDRESS, I64, I64])
+    sizes: tuple[int, ...] = (12, 8, 4, 2, 1) if narrow.width == TILE_ROWS else (4, 2, 1)
+    if machine.amx:
+        sizes, by_tiles = (TILE_LINES,), AmxProduct(code, group, nibbles)
+        pack = emit_pack(module, machine, group, sizes, shifted=False, real=nibbles, run=by_tiles.depth)
+        by_tiles.emit()
+    else:
+        pack = emit_pack(module, machine, group, sizes, shifted=machine.dots == "vnni" and not nibbles, real=nibbles)
+        Product(code, machine, group, nibbles).emit(sizes)
     entry = emit_entry(code)
     compiled = Compiled(module)
-    return IntegerKernels(compiled.function(pack), compiled.function(code), compiled.address(entry), sizes[0])
+    return IntegerKernels(compiled.function(pack), compiled.function(code), compiled.address(entry), sizes[0], sizes[-1])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from lmoffload.kernels import pages
 from lmoffload.kernels.fused import FusedDot
 from lmoffload.kernels.int8_dot import Int8Dot
 from lmoffload.kernels.matrix import Matrix, reference_widen
@@ -85,7 +86,7 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     rows = x.shape[0]
     ranges = row_ranges(matrix.n, chosen.unit(matrix.n, matrix.k), matrix.k * rows, pool.threads)
     padded = x if rows >= chosen.least_rows else torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
-    out = torch.empty(padded.shape[0], matrix.n)
+    out = pages.empty(padded.shape[0], matrix.n)
     ready = chosen.activations(padded, matrix, pool)
     pool.run(chosen.jobs(ready, matrix, ranges, out))
     if padded is not x:

@@ -1,8 +1,8 @@
 """Emit the quantization of activations: every group of a row's columns to codes -127..127 and a scale.
 
-Rows are packed in blocks of `sizes` rows, as many of the largest as there are, then smaller ones. A block of S rows holds, for every 4
-columns, S times the 4 codes of a row; then for every group of columns S sums of codes and S fp32 scales. A packed row takes
-`packed_row_bytes`, so that a block begins at its first row's number times that.
+Rows are packed in blocks of `sizes` rows, as many of the largest as there are, then smaller ones; or all in blocks of one size, of which
+the last is then not full. A block of S rows holds, for every `run` of columns, S times the codes of a row; then for every group of columns
+S sums of codes and S fp32 scales. A packed row takes `packed_row_bytes`, so that a block begins at its first row's number times that.
 
 scale = max |x| / 127 over the group, code = x / scale rounded to the nearest: an activation's error is at most max |x| / 254. A single
 huge activation, as trained models have, thus costs its group alone and not its row. A group that holds a NaN or an infinity has the scale
@@ -41,10 +41,11 @@ def each_block(code: Code, m: V, sizes: Sequence[int], body: Callable[[V, int], 
         first = end
 
 
-def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[int], shifted: bool, real: bool) -> Code:
+def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[int], shifted: bool, real: bool, run: int = 4) -> Code:
     """Emit pack(x, x_row, m, target, packed_row, k).
 
-    group: columns of a scale. shifted: sums are whole numbers, -128 times the codes' (`BytesDot.shifted`). real: sums are fp32, scaled.
+    group: columns of a scale. run: columns of a row that lie together, 4 or whole vectors.
+    shifted: sums are whole numbers, -128 times the codes' (`BytesDot.shifted`). real: sums are fp32, scaled.
     """
     code = Code(module, machine, "pack", [ADDRESS, I64, I64, ADDRESS, I64, I64])
     x, x_row, m, target, packed_row, k = code.arguments
@@ -65,10 +66,16 @@ def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[i
                 def step(i: V, total: list[V]) -> list[V]:
                     column = b.add(begin, i)
                     found = _codes(code, code.load(F32, code.row(source, column, four), code.width), inverse)
-                    words = b.bitcast(b.trunc(found, ir.VectorType(I8, code.width)), ir.VectorType(I32, code.width // 4))
-                    place = code.at(code.row(codes, column, code.whole(size)), offset)
-                    for part in range(code.width // 4):
-                        code.store(code.lane(words, part), code.at(place, 4 * size * part))
+                    narrow = b.trunc(found, ir.VectorType(I8, code.width))
+                    if run > 4:
+                        within = b.and_(column, code.whole(run - 1))
+                        place = code.at(code.row(codes, b.sub(column, within), code.whole(size)), b.mul(index, code.whole(run)))
+                        code.store(narrow, code.at(place, within))
+                    else:
+                        words = b.bitcast(narrow, ir.VectorType(I32, code.width // 4))
+                        place = code.at(code.row(codes, column, code.whole(size)), offset)
+                        for part in range(code.width // 4):
+                            code.store(code.lane(words, part), code.at(place, 4 * size * part))
                     return [b.add(total[0], found)]
 
                 lanes = code.loop(code.whole(0), code.whole(group), code.width, [code.bits(0, code.width)], step)[0]
@@ -79,9 +86,12 @@ def emit_pack(module: ir.Module, machine: Machine, group: int, sizes: Sequence[i
 
             code.each(code.whole(0), b.sdiv(k, code.whole(group)), 1, one_group)
 
-        code.each(code.whole(0), code.whole(size), 1, row)
+        code.each(code.whole(0), code.least(code.whole(size), b.sub(m, first)), 1, row)
 
-    each_block(code, m, sizes, block)
+    if len(sizes) == 1:
+        code.each(code.whole(0), m, sizes[0], lambda first: block(first, sizes[0]))
+    else:
+        each_block(code, m, sizes, block)
     return code.end()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from lmoffload.kernels.attention import prefill_kernel
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
+from lmoffload.modeling.elementwise import bind_elementwise
 from lmoffload.modeling.experts import BoundExperts
 from lmoffload.modeling.linear import BoundHead, BoundLinear, BoundWeight
 from lmoffload.modeling.rotary import bind_rotary
@@ -63,6 +64,7 @@ def bind(
     """
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
+    embedding.padding_idx = None  # it matters to training alone, and torch wants it within the table, which is as long as a step's tokens
     fed: set[str] = set()
     names = {module: name for name, module in model.named_modules()}
     for tensor in shape.tensors:
@@ -90,6 +92,7 @@ def bind(
         raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
     _move_buffers(model, runtime.processor.device)
     bind_rotary(model, runtime)
+    bind_elementwise(model, runtime)
     model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction

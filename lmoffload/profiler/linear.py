@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from lmoffload.kernels.pool import Pool
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)
-QUICK_ROWS = (4, 16, 64, 256, 1024)
+QUICK_ROWS = (1, 16, 64, 256, 1024)
 """One row is computed as four."""
-QUICK_FEW_THREADS_ROWS = (4, 64)
+QUICK_FEW_THREADS_ROWS = (1, 64)
 """With fewer threads than there are, which few plans choose."""
 LEAST_POINTS = 2
 SHAPES = ((5632, 2048), (1536, 576))

@@ -1,4 +1,4 @@
-"""Fixed costs: what the unmodified forward costs beside its products and its attention, on a real tiny model in the real engine."""
+"""Fixed costs: what the forward costs beside its products and its attention, on a real tiny model in the real engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 from lmoffload.profiler.curves import least_squares
 from lmoffload.profiler.samples import repeat, summarize, timed
@@ -44,8 +45,8 @@ def measure_overheads(
     from lmoffload.profiler.copies import handover_s, waking
 
     tell("norms, rotary embedding, activation and residuals")
-    rate = elementwise_bytes_per_s(budget_s * 0.2)
-    slower = elementwise_slower(rate, budget_s * 0.1)
+    rate = elementwise_bytes_per_s(pools[-1], budget_s * 0.2)
+    slower = elementwise_slower(pools[-1], rate, budget_s * 0.1)
     tell("a small model's layers and steps")
     steps = 24 if quick else 96
     with tempfile.TemporaryDirectory(prefix="lmoffload-profile-") as folder:
@@ -105,9 +106,10 @@ def product_s(pool: Pool, n: int, k: int, budget_s: float, pause_s: float) -> fl
     return summarize(times_s).median_s
 
 
-def elementwise_bytes_per_s(budget_s: float) -> float:
-    """Rate of `counting.elementwise_bytes`: the slope of time over tokens of an unmodified forward without products and attention."""
-    forward = _Forward(HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS)
+def elementwise_bytes_per_s(pool: Pool, budget_s: float) -> float:
+    """Rate of `counting.elementwise_bytes`: the slope of time over tokens of a forward, as the engine binds it, without products and
+    attention."""
+    forward = _Forward(pool, HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS)
     amounts = [float(forward.layer_bytes * tokens) for tokens in ELEMENTWISE_TOKENS]
     times_s = [forward.layer_s(tokens, budget_s / len(ELEMENTWISE_TOKENS)) for tokens in ELEMENTWISE_TOKENS]
     _, seconds_per_byte, _ = least_squares(amounts, times_s)
@@ -115,10 +117,10 @@ def elementwise_bytes_per_s(budget_s: float) -> float:
     return 1 / seconds_per_byte if seconds_per_byte > 0 else amounts[-1] / times_s[-1]
 
 
-def elementwise_slower(rate: float, budget_s: float) -> tuple[tuple[float, float], ...]:
+def elementwise_slower(pool: Pool, rate: float, budget_s: float) -> tuple[tuple[float, float], ...]:
     """(bytes of a layer, how many times as long as `rate` says), of layers as wide as large models': from few tokens to more, what the time
     grows by."""
-    forward = _Forward(*WIDE)
+    forward = _Forward(pool, *WIDE)
     least, *more = (forward.layer_s(tokens, budget_s / (1 + len(ELEMENTWISE_TOKENS))) for tokens in (FEW_ROWS, *ELEMENTWISE_TOKENS))
     found = []
     for tokens, seconds in zip(ELEMENTWISE_TOKENS, more, strict=True):
@@ -128,11 +130,11 @@ def elementwise_slower(rate: float, budget_s: float) -> tuple[tuple[float, float
 
 
 class _Forward:
-    """The unmodified forward of a small Llama without its products and its attention."""
+    """The forward of a small Llama, as the engine binds it, without its products and its attention."""
 
     num_layers = 2
 
-    def __init__(self, hidden: int, intermediate: int, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, pool: Pool, hidden: int, intermediate: int, num_heads: int, num_kv_heads: int) -> None:
         from transformers import LlamaConfig
 
         self.hidden = hidden
@@ -144,7 +146,7 @@ class _Forward:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
         )
-        self._model, self.layer_bytes = _without_products(config), _elementwise_bytes(config)
+        self._model, self.layer_bytes = _without_products(config, pool), _elementwise_bytes(config)
 
     def layer_s(self, tokens: int, budget_s: float) -> float:
         """Median seconds of a layer."""
@@ -178,19 +180,20 @@ def _elementwise_bytes(config: Any) -> int:
     return counting.elementwise_bytes(shape, 0, 1)
 
 
-def _without_products(config: Any) -> Any:
-    """The unmodified model with linear layers and attention that cost nothing: they hand out memory that is there already."""
+def _without_products(config: Any, pool: Pool) -> Any:
+    """The model with linear layers and attention that cost nothing: they hand out memory that is there already."""
     import torch
     from torch import nn
 
     from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
     from lmoffload.modeling.build import build_model
-    from lmoffload.modeling.runtime import Unwatched
+    from lmoffload.modeling.elementwise import bind_elementwise
+    from lmoffload.modeling.runtime import Runtime, Unwatched
 
     class Free(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.out = torch.randn(1, ELEMENTWISE_TOKENS[-1], width)
+            self.out = torch.full((1, ELEMENTWISE_TOKENS[-1], width), 9.0)  # written over again and again, it must not become subnormal
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out[:, : x.shape[1]]
@@ -201,17 +204,16 @@ def _without_products(config: Any) -> Any:
         def attend(self, _layer: int, query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
             return query
 
-    class FreeRuntime:
-        batch, watch = FreeBatch(), Unwatched()
-
+    runtime = cast(Runtime, SimpleNamespace(batch=FreeBatch(), watch=Unwatched(), pool=pool))
     model = build_model(config)
     for name, module in list(model.named_modules()):
         owner, _, leaf = name.rpartition(".")
         if isinstance(module, nn.Linear):
             setattr(model.get_submodule(owner), leaf, Free(module.out_features))
         elif hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
-            setattr(module, RUNTIME_ATTRIBUTE, FreeRuntime())
+            setattr(module, RUNTIME_ATTRIBUTE, runtime)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.ones(parameter.shape), requires_grad=False))
+    bind_elementwise(model, runtime)
     return model

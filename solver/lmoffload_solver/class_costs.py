@@ -55,6 +55,7 @@ class ClassCosts:
         self.kinds = {fmt: kinds_of(prices.kept(variant)) for fmt, variant in self.uniform.items()}
         self.bytes = {(name, fmt): self._bytes(name, fmt) for name in self.classes for fmt in offered.weights[name]}
         self.head_class: TensorClass = self.model.head.tensor_class
+        self.main_format = counting.main_format(self.model)
         self.rests = cache(self._rests)
         self.sizes = cache(self._sizes)
         self._linears = cache(self._linear_seconds)
@@ -103,7 +104,7 @@ class ClassCosts:
 
     def stored_kernels(self, cut: Cut, phase: Phase) -> list[str]:
         """Kernels for what is as stored."""
-        known = self.prices.costs(cut.threads).linear.kernels(counting.main_format(self.model))
+        known = self.prices.costs(cut.threads).linear.kernels(self.main_format)
         times = {kernel: self.linears(cut, phase, None, kernel) for kernel in known}
         return _undominated({kernel: np.concatenate([a.ravel() for a in classes.values()]) for kernel, classes in times.items()})
 

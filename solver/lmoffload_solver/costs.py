@@ -160,7 +160,7 @@ class LinearCosts:
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = 2.0 * n * k * self._grid / self.rate(*key, self._grid)
-        index = np.minimum(np.asarray(tokens), len(table)).astype(np.int64) - 1
+        index = np.minimum(np.ceil(tokens), len(table)).astype(np.int64) - 1
         return np.asarray(table[index] * np.maximum(1.0, tokens / self._grid[-1]))
 
 

@@ -21,8 +21,8 @@ Array = npt.NDArray[np.float64]
 ACTIVATION_BYTES = 4
 """Bytes of one fp32 activation."""
 
-ROW_MULTIPLE = 4
-"""Tokens of a packed micro-batch are padded at least to a multiple of this. Products leave the padding out (`costs.LinearCosts`)."""
+LEAST_ROWS = 4
+"""Rows that a product by torch's BLAS computes at least."""
 
 VECTOR_ELEMENTS = 64
 """Elements that torch's vectorised loops take at once (four AVX-512 registers)."""
@@ -37,11 +37,11 @@ def token_multiple(model: ModelShape) -> int:
     sizes = [model.hidden_size, model.intermediate_size]
     sizes += [size for layer in model.layers for size in (layer.key_dim, layer.value_dim)]
     sizes += [model.expert_size] * (model.expert_size > 0) + [1] * model.has_scalar_gates
-    return max(ROW_MULTIPLE, *(VECTOR_ELEMENTS // gcd(VECTOR_ELEMENTS, size) for size in sizes))
+    return max(VECTOR_ELEMENTS // gcd(VECTOR_ELEMENTS, size) for size in sizes)
 
 
-def padded(count: int, multiple: int = ROW_MULTIPLE) -> int:
-    """Tokens or rows that elementwise loops compute, or that memory is kept for, for `count`."""
+def padded(count: int, multiple: int) -> int:
+    """Tokens that elementwise loops compute for `count`; products leave the padding out."""
     return -(-count // multiple) * multiple
 
 

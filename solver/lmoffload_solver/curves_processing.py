@@ -39,14 +39,14 @@ class CurvesProcessing:
 
     def layer_s(self, model: ModelShape, layer: int, tensors: Matrices, tokens: Amount, share: int, more_s: Amount) -> Amount:
         assert share == 1, "layers are computed whole"
-        return self.device.layer_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, _padded(model, tokens)) + self.task_s + more_s
+        rows = np.asarray(tokens, dtype=np.float64)
+        return self.device.layer_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, rows) + self.task_s + more_s
 
     def head_s(self, model: ModelShape, rows: Amount) -> Amount:
         return self._head_s(model.head.format, ANY_FORMAT_KERNEL, model, rows) + self.task_s
 
     def _head_s(self, format_name: str, products: str, model: ModelShape, rows: Amount) -> Amount:
-        padded = np.ceil(np.asarray(rows) / counting.ROW_MULTIPLE) * counting.ROW_MULTIPLE
-        return self.device.linear.seconds(products, format_name, *counting.matrix_size(model.head), padded)
+        return self.device.linear.seconds(products, format_name, *counting.matrix_size(model.head), np.asarray(rows, dtype=np.float64))
 
     def product_gain_s(self, model: ModelShape, layer: int | None, tokens: Amount, formats: Formats, products: str) -> Amount:
         chosen = tuple(formats.items())
@@ -55,7 +55,7 @@ class CurvesProcessing:
         if layer is None:
             kept_s = self._head_s(formats.get(model.head.tensor_class, model.head.format), products, model, tokens)
             return kept_s - self._head_s(model.head.format, ANY_FORMAT_KERNEL, model, tokens)
-        rows = _padded(model, tokens)
+        rows = np.asarray(tokens, dtype=np.float64)
         kept_s = sum(self.device.linear_seconds(self._kind(model, chosen, layer), products, rows))
         return kept_s - sum(self.device.linear_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, rows))
 
@@ -120,8 +120,3 @@ def _kind(model: ModelShape, formats: tuple[tuple[str, str], ...], layer: int) -
     kind, chosen = LayerKind.of(model, layer), dict(formats)
     matrices = zip(kind.products, counting.layer_matrices(model, layer), strict=True)
     return replace(kind, products=tuple(replace(one, format=chosen.get(t.tensor_class, one.format)) for one, t in matrices))
-
-
-def _padded(model: ModelShape, tokens: Amount) -> Amount:
-    multiple = counting.token_multiple(model)
-    return np.ceil(np.asarray(tokens, dtype=np.float64) / multiple) * multiple

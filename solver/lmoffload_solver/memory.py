@@ -161,7 +161,7 @@ class JobMemory:
         """Final norm over all tokens (2·hidden); logits, two more copies of those of a micro-batch (a piece's as computed, the check for
         infinities), and one sequence's copies while it is sampled."""
         kept = block_rows if head_streams else rows
-        logits = self._head_bytes * (kept + 2 * counting.padded(rows) + (SCORING_COPIES if self._scored else SAMPLING_COPIES))
+        logits = self._head_bytes * (kept + 2 * (rows + counting.LEAST_ROWS - 1) + (SCORING_COPIES if self._scored else SAMPLING_COPIES))
         return 2 * counting.hidden_bytes(self.model, tokens) + logits
 
 

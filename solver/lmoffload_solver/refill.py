@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from lmoffload_solver import counting
 from lmoffload_solver.blocks import JobCosts, blocks_of
 from lmoffload_solver.costs import DiskCosts, num_requests
 from lmoffload_solver.memory import spilled_of
@@ -61,8 +60,8 @@ def refill_places(model: ModelShape, job: JobCosts, disk: DiskCosts, plan: Plan)
 
 
 def _fixed_s(model: ModelShape, job: JobCosts, kernel: str) -> float:
-    """Seconds of a micro-batch's forward over as few tokens as can be, attention left out."""
-    least = np.array([float(counting.ROW_MULTIPLE)])
+    """Seconds of a micro-batch's forward over a single token, attention left out."""
+    least = np.ones(1)
     layers = [job.costs.layer_seconds(kind, kernel, least)[0] for kind in job.kinds]
     fixed = sum(count * one for count, one in zip(job.layers_of_kind, layers, strict=True))
     return float(fixed + job.costs.head_seconds(model, kernel, least)[0] + job.costs.machine.overheads.step_s)

@@ -201,9 +201,9 @@ class Rounding:
     def _sparse_levels(self, buffer: int) -> list[int]:
         """Bytes that a layer may stream at most, where some layers stream nothing: all that the buffer can, and evenly spread below it."""
         sizes = sorted({level.aligned for ladder in dict.fromkeys(self.ladders) for level in ladder.within(buffer)[0]} - {0})
-        if self.stream == "layer" or len(sizes) <= SPARSE_LEVELS:
-            return sizes[-1:] if self.stream == "layer" else sizes
-        return [sizes[int(i)] for i in np.linspace(0, len(sizes) - 1, SPARSE_LEVELS).round()]
+        if self.stream == "layer":
+            return sizes[-1:]
+        return sizes if len(sizes) <= SPARSE_LEVELS else [sizes[int(i)] for i in np.linspace(0, len(sizes) - 1, SPARSE_LEVELS).round()]
 
     def least(self, prefetch_depth: int = 0) -> Placement:
         """The placement that needs least memory."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lmoffload.executor import Engine, Request
+from lmoffload_solver import counting
 from tests.executor.plans import make_plan
 from tests.executor.reference import greedy, load_reference, prompts
 from tests.models import FAMILIES
@@ -66,6 +67,26 @@ def test_a_rows_logits_are_the_same_bits_in_any_batch(tiny, family, kernel):
     with Engine(checkpoint, together) as engine:
         for got, want in zip(engine.first_logits(texts), expected, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("kernel", ["widen_tiles", "fused_dot"])
+def test_one_token_alone_is_not_padded_and_has_the_same_bits(tiny, family, kernel):
+    """All sizes are whole vectors, as those of real models are."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    checkpoint = tiny(family, dtype="bf16", num_layers=2, **sizes)
+    assert counting.token_multiple(checkpoint.shape) == 1
+    texts = prompts(checkpoint.shape.vocab_size, (1, 2, 3, 33, 1, 7))
+    expected = []
+    for micro_batch in (1, 6):
+        plan = make_plan(checkpoint.shape, checkpoint.fingerprint, micro_batch=micro_batch, num_micro_batches=1, kernel=kernel)
+        with Engine(checkpoint, plan) as engine:
+            if micro_batch == 1:
+                expected = [engine.first_logits([text])[0] for text in texts]
+                alone = [completion.token_ids for completion in engine.generate(requests(texts))]
+                continue
+            assert all(torch.equal(got, want) for got, want in zip(engine.first_logits(texts), expected, strict=True))
+            assert [completion.token_ids for completion in engine.generate(requests(texts))] == alone
 
 
 def test_decoded_tokens_do_not_depend_on_the_batch(tiny):

@@ -81,7 +81,8 @@ def test_weight_only_formats_give_the_tokens_of_the_dequantized_model(tiny, tmp_
 
 @pytest.mark.parametrize("format_name", ["int8", "int4-g64"])
 def test_rounded_activations_and_no_batch_changes_a_bit(tiny, tmp_path, format_name):
-    """Within 0.5 % of the same rounding in transformers: where an activation's last bit differs, it may round to the next code."""
+    """The same as that rounding in transformers but where an activation's last bit differs, so that it rounds to the next code: then within
+    2 %, since a row of this model has few codes."""
     checkpoint = tiny("llama", num_layers=2, dtype="bf16", intermediate_size=128)
     formats, texts = formats_of(checkpoint, format_name), prompts(checkpoint.shape.vocab_size)
     model = dequantized(with_formats(checkpoint, formats, cache=tmp_path))
@@ -96,7 +97,7 @@ def test_rounded_activations_and_no_batch_changes_a_bit(tiny, tmp_path, format_n
             found.append(engine.first_logits(texts))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
     error = relative_error(found[0], expected)
-    assert error.max() < 0.005, error
+    assert error.median() < 1e-5 and error.max() < 0.02, error
 
 
 TEXT = (1, 504, 3575, 282, 4649, 314, 253, 2024, 3443, 28, 198, 788, 260, 1234, 351, 282)

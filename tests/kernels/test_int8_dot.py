@@ -1,8 +1,11 @@
 """int8_dot: rounded activations against their definition, exact products of the codes, and every way of computing them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from lmoffload.kernels.amx import amx_is_granted
 from lmoffload.kernels.code import Machine, host_machine
 from lmoffload.kernels.integer import IntegerKernels, compile_integer
 from lmoffload.kernels.linear import linear, reference_linear, verify_row_invariance
@@ -25,6 +28,8 @@ def machines() -> list[Machine]:
         found.append(Machine(8, host.halves, "maddubs", 8))
     if host.dot_width == 16:
         found.append(Machine(8, host.halves, "vnni", 8))
+    if amx_is_granted():
+        found.append(replace(host, amx=True))
     return found
 
 
@@ -35,7 +40,8 @@ def scales_of(x: torch.Tensor, group: int) -> torch.Tensor:
 
 def products(kernels: IntegerKernels, x: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     packed_row, out = packed_row_bytes(matrix.k, QUANTIZED[matrix.format].block_elements), torch.empty(x.shape[0], matrix.n)
-    packed = torch.empty(x.shape[0] * packed_row, dtype=torch.uint8)
+    room = -(-x.shape[0] // kernels.packed_multiple) * kernels.packed_multiple
+    packed = torch.full((room * packed_row,), 255, dtype=torch.uint8)  # beside the rows are NaNs
     kernels.pack(x.data_ptr(), 4 * matrix.k, x.shape[0], packed.data_ptr(), packed_row, matrix.k)
     kernels.product(
         matrix.data.data_ptr(), 16 * matrix.row_bytes, matrix.n // 16, packed.data_ptr(), packed_row, x.shape[0], out.data_ptr(),

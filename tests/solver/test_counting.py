@@ -78,8 +78,8 @@ def test_attention_amounts() -> None:
 
 
 def test_tokens_are_padded_to_whole_vectors() -> None:
-    assert counting.padded(1) == 4
-    assert counting.padded(8) == 8
+    assert counting.padded(1, 4) == 4
+    assert counting.padded(8, 4) == 8
     assert counting.token_multiple(make_model()) == 4
     assert counting.token_multiple(make_model(hidden=32, num_heads=4)) == 8, "a head of 8 leaves 64/8 tokens to a vector"
 

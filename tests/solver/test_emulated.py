@@ -105,7 +105,7 @@ def test_a_layer_on_the_device_takes_what_it_takes_on_the_host() -> None:
     job, costs = Job(model, plan.workload), costs_of(machine, decision)
     block = next(job.blocks(plan.micro_batch, plan.num_micro_batches))
     host = MachineCosts(machine, DiskCosts(machine.disks[0], 1), plan.threads["compute"])
-    rows = float(-(-plan.micro_batch // 4) * 4)
+    rows = float(plan.micro_batch)
     layer = float(host.layer_seconds(LayerKind.of(model, 0), plan.kernels.decode, np.array([rows]))[0])
     attention = plan.micro_batch * float(host.decode_attention_seconds(model.layers[0], [65])[0])
     device_only = replace(decision, kv=((KVUnit("device", "device"),) * plan.num_micro_batches,) * model.num_layers)

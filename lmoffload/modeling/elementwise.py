@@ -1,0 +1,86 @@
+"""What transformers' models compute between their products, computed by kernels of ours."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lmoffload.kernels.elementwise import add, elementwise_kernels, rms_norm, rotate, silu_gate
+from lmoffload.modeling.attention import packed_attention
+from lmoffload.modeling.runtime import Runtime
+
+Forward = Callable[..., Any]
+
+
+def bind_elementwise(model: nn.Module, runtime: Runtime) -> None:
+    """Have every module that computes what one of Llama's does compute it by kernels of ours.
+
+    Transformers repeats the code of these modules in the files of most families: the code that runs decides, not a class's name.
+    """
+    from transformers.activations import SiLUActivation
+    from transformers.models.llama import modeling_llama as llama
+
+    rotary = llama.apply_rotary_pos_emb
+    for module in model.modules():
+        if _computes_as(module, llama.LlamaRMSNorm):
+            module.forward = _normed(module, runtime)
+        elif _computes_as(module, llama.LlamaMLP) and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+            module.forward = _gated(module, runtime)
+        elif _computes_as(module, llama.LlamaDecoderLayer):
+            module.forward = _summed(module, runtime)
+        elif _computes_as(module, llama.LlamaAttention) and _code(_forward(module).__globals__[rotary.__name__]) == _code(rotary):
+            module.forward = _attended(module, runtime)
+    elementwise_kernels()  # compiled now, as attention is
+
+
+def _computes_as(module: nn.Module, known: type[nn.Module]) -> bool:
+    """Whether a module's forward is the same code as that of a known class."""
+    return _code(type(module).forward) == _code(known.forward)
+
+
+def _forward(module: nn.Module) -> Any:
+    return inspect.unwrap(type(module).forward)
+
+
+def _code(function: Any) -> tuple[Any, ...]:
+    """What tells one function's code from another's, decorators left out: of a function that is not Python, itself."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (function,) if code is None else (code.co_code, code.co_names, code.co_consts, code.co_varnames)
+
+
+def _normed(module: Any, runtime: Runtime) -> Forward:
+    return lambda hidden_states: rms_norm(hidden_states, module.weight, module.variance_epsilon, runtime.pool)
+
+
+def _gated(module: Any, runtime: Runtime) -> Forward:
+    def forward(x: torch.Tensor) -> Any:
+        gate = module.gate_proj(x)
+        return module.down_proj(silu_gate(gate, module.up_proj(x), runtime.pool))
+
+    return forward
+
+
+def _attended(module: Any, runtime: Runtime) -> Forward:
+    def forward(hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any) -> Any:
+        shape = (hidden_states.shape[1], -1, module.head_dim)
+        query, key, value = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+        cosines, sines = (part[0] for part in position_embeddings)
+        rotate((query, key), cosines, sines, runtime.pool)
+        query, key, value = (heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value))
+        out, weights = packed_attention(module, query, key, value, None, scaling=module.scaling)
+        return module.o_proj(out.reshape(1, shape[0], -1)), weights
+
+    return forward
+
+
+def _summed(module: Any, runtime: Runtime) -> Forward:
+    def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
+        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **options)
+        hidden_states = add(attended, hidden_states, runtime.pool)
+        return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, runtime.pool)
+
+    return forward
