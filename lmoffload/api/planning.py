@@ -148,12 +148,7 @@ def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
     Raises:
         InfeasibleError: it needs more memory or cores than this process may use.
     """
-    peaks, needed = plan.predicted.peak_bytes, 0
-    if not on_device(plan):
-        needed = peak(shape, plan)
-    else:
-        needed = peaks["host"] + (0 if plan.limits.emulated_device is None else peaks["device"])
-    usable = memory_of_process()
+    needed, usable = _process_bytes(plan, shape), memory_of_process()
     if needed > usable:
         raise InfeasibleError(
             f"The plan {path} needs {format_bytes(needed)} of memory, and this process may use {format_bytes(usable)} now: plan again."
@@ -165,7 +160,15 @@ def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
 
 def has_room(plan: Plan, shape: ModelShape) -> bool:
     """Whether this process may use now what a plan needs."""
-    return peak(shape, plan) <= memory_of_process() and plan.threads["compute"] <= read_limits().cores
+    return _process_bytes(plan, shape) <= memory_of_process() and plan.threads["compute"] <= read_limits().cores
+
+
+def _process_bytes(plan: Plan, shape: ModelShape) -> int:
+    """What a plan needs of this process's memory, an emulated device's included."""
+    if not on_device(plan):
+        return peak(shape, plan)
+    peaks = plan.predicted.peak_bytes
+    return peaks["host"] + (0 if plan.limits.emulated_device is None else peaks["device"])
 
 
 def check_fits(workload: Workload, plan: Plan) -> None:
