@@ -29,16 +29,12 @@ MOST_SUBSETS_OF = 12
 
 BUFFER_SIZES_TRIED = 2
 """The smallest ring buffers that fit are filled; a larger one sometimes divides better into whole matrices."""
-
 FEW_LAYERS = 8
 """With no more layers than this a single matrix weighs much: larger buffers are tried as well, and layers wholly at home."""
-
 SPARSE_LEVELS = 12
 """Amounts tried that a layer streams where others stream nothing."""
-
 FEW_PLACEMENTS = 600
 """No more sets of whole matrices than this are all tried."""
-
 LARGER_BUFFERS = 4
 """Larger buffers tried where layers are few, evenly spread over all that fit."""
 

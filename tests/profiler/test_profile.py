@@ -35,7 +35,7 @@ def test_a_profile_in_very_little_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert {(first, second) for first, second, _ in pairs[2:]} == {("copy", "host_compute")}
     assert {curve.phase for curve in measured.attention} == {"prefill", "decode"}
     assert {curve.threads for curve in measured.linear} == set(thread_counts(measured.host.cores, quick=True))
-    assert all(curve.flops_per_s.x[0] == 4 for curve in measured.linear)
+    assert all(curve.flops_per_s.x[0] == 1 for curve in measured.linear)
     assert set(measured.overheads.linear_call_s) == {pool for pool in measured.overheads.linear_call_s if pool >= 1}
     assert min(measured.overheads.linear_call_s.values()) > 0
     # torch alone is more than 100 MB; a model that is next to nothing less than 2 GB.
