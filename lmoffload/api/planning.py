@@ -17,7 +17,7 @@ from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.memory import peak
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.outcome import Infeasible, plan_in
-from lmoffload_solver.plan import Named, Plan
+from lmoffload_solver.plan import Named, Plan, on_device
 from lmoffload_solver.soundness import check_plan
 from lmoffload_solver.value import read_value
 from lmoffload_solver.workload import MOST_PROMPTS, MOST_TOKENS, Limits, PromptGroup, Workload, check_length
@@ -78,9 +78,6 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     from lmoffload_solver.search import solve
 
     file_system = machine.disk_for(model.path)
-    if machine.is_here and machine.profile.accelerator is not None:
-        name = machine.profile.name
-        raise UsageError(f"Plans for a device cannot be run yet, and {name} has one; plan for it with `lmoffload plan`.")
     now = replace(machine, profile=_as_found_now(machine.profile)) if machine.is_here else machine
     profile, as_now = machine.emulating(limits.emulated_device).profile, now.emulating(limits.emulated_device).profile
     if asked is not None and (asked.policy_file is not None or asked.policy != "optimal"):
@@ -151,8 +148,7 @@ def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
     Raises:
         InfeasibleError: it needs more memory or cores than this process may use.
     """
-    needed = peak(shape, plan) if plan.limits.emulated_device is None else sum(plan.predicted.peak_bytes[t] for t in ("device", "host"))
-    usable = memory_of_process()
+    needed, usable = _process_bytes(plan, shape), memory_of_process()
     if needed > usable:
         raise InfeasibleError(
             f"The plan {path} needs {format_bytes(needed)} of memory, and this process may use {format_bytes(usable)} now: plan again."
@@ -164,7 +160,15 @@ def require_room(path: Path, plan: Plan, shape: ModelShape) -> None:
 
 def has_room(plan: Plan, shape: ModelShape) -> bool:
     """Whether this process may use now what a plan needs."""
-    return peak(shape, plan) <= memory_of_process() and plan.threads["compute"] <= read_limits().cores
+    return _process_bytes(plan, shape) <= memory_of_process() and plan.threads["compute"] <= read_limits().cores
+
+
+def _process_bytes(plan: Plan, shape: ModelShape) -> int:
+    """What a plan needs of this process's memory, an emulated device's included."""
+    if not on_device(plan):
+        return peak(shape, plan)
+    peaks = plan.predicted.peak_bytes
+    return peaks["host"] + (0 if plan.limits.emulated_device is None else peaks["device"])
 
 
 def check_fits(workload: Workload, plan: Plan) -> None:

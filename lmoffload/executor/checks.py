@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lmoffload.executor.block import phase_kernel
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.stored_weights import StoredWeights
+from lmoffload.kernels.device_linear import DEVICE_KERNELS
 from lmoffload.kernels.linear import KERNELS, verify_row_invariance
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.formats import stored_bytes
+from lmoffload_solver.formats import KV_LINE_BYTES, stored_bytes
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.plan import Plan
+from lmoffload_solver.plan import Plan, on_device
 
 
 def check_kernels(plan: Plan) -> None:
     """
     Raises:
-        StatedError: the plan names a kernel that does not exist.
+        StatedError: the plan names a kernel, or a format of keys and values, that what computes does not have.
     """
+    known: Collection[str] = KERNELS
+    if on_device(plan) and plan.limits.emulated_device is None:
+        known = DEVICE_KERNELS
+        kept = {plan.kv.format.key, plan.kv.format.value}
+        if not (kept <= {"fp32", "bf16", "fp16"} or kept <= set(KV_LINE_BYTES)):
+            raise StatedError(f"No device attends to keys and values in {' and '.join(sorted(kept))}: plan with the class exact.")
     for kernel in (*plan.kernels.prefill.split("+"), *plan.kernels.decode.split("+")):
-        if kernel not in KERNELS:
-            raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(KERNELS)}: make a new plan.")
+        if kernel not in known:
+            raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(known)}: make a new plan.")
 
 
 def check_bytes(weights: StoredWeights, shape: ModelShape, plan: Plan) -> None:

@@ -19,6 +19,8 @@ import torch
 from lmoffload.executor.buffers import Slab
 from lmoffload.executor.host import DiscardedError
 from lmoffload.executor.resources import Event, Queue, Tier
+from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import DeviceProcessor, Processor
 from lmoffload_solver.errors import StatedError
 
 PORTABLE = 1
@@ -179,10 +181,17 @@ class CudaAccelerator:
         return slab
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        self._copy(target, source, host=source)
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source, non_blocking=True)
+        self._copy(target, source, host=target)
+
+    def processor(self, pool: Pool, dtype: torch.dtype) -> Processor:
+        return DeviceProcessor(self.device, dtype)
+
+    def keep_for(self, tensor: torch.Tensor, queue: Queue) -> None:
+        assert isinstance(queue, StreamQueue), "a queue of this accelerator"
+        tensor.record_stream(queue.stream)
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -197,5 +206,11 @@ class CudaAccelerator:
             torch.cuda.cudart().cudaHostUnregister(slab.bytes.data_ptr())  # type: ignore[no-untyped-call]
         self._locked = []
 
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> None:
+        """In the current stream of the calling thread; what pageable memory takes part in has ended on return."""
+        target.copy_(source, non_blocking=True)
+        if not host.is_pinned():
+            torch.cuda.current_stream(self.device).synchronize()
+
     def _take(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)

@@ -13,7 +13,7 @@ from lmoffload.executor.kv_cache import LayerCache
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.resources import Accelerator
 from lmoffload.executor.row import Row
-from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import HostProcessor, Processor
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
@@ -42,11 +42,11 @@ class DeviceBatch(MicroBatch):
         rows: Sequence[Row],
         shape: ModelShape,
         plan: Plan,
-        pool: Pool,
+        processor: Processor,
         every_logit: bool = False,
         keep_logits: bool = False,
     ) -> None:
-        super().__init__(index, rows, shape, plan, pool, every_logit, keep_logits)
+        super().__init__(index, rows, shape, plan, processor, every_logit, keep_logits)
         self._on_disk = frozenset(range(shape.num_layers))
         self.hands_over: int | None = None
         """Layer whose attention is handed to the host, where it is the one computed now."""
@@ -92,22 +92,25 @@ class DeviceBatch(MicroBatch):
         out[:count] = handed.out
         return out
 
-    def attend_on_host(self, pool: Pool, accelerator: Accelerator) -> None:
+    def attend_on_host(self, host: HostProcessor, accelerator: Accelerator) -> None:
         """Do what `attend` handed over: query, key and value go down, the output goes up."""
         handed = self._handed
         assert handed is not None
-        query, key, value = down = [torch.empty(given.shape) for given in handed.given]
+        down = [torch.empty(given.shape, dtype=given.dtype) for given in handed.given]
         for target, given in zip(down, handed.given, strict=True):
             accelerator.to_host(_bytes(target), _bytes(given))
-        own, self._pool = self._pool, pool
+        query, key, value = (given.to(host.dtype) for given in down)
+        own, self._processor = self._processor, host
         try:
             begin_s = time.perf_counter()
             attended = super().attend(handed.layer, query, key, value, **handed.options)
             self.attended_s = time.perf_counter() - begin_s
         finally:
-            self._pool = own
-        out = torch.empty_like(attended)
-        accelerator.to_device(_bytes(out), _bytes(attended.contiguous()))
+            self._processor = own
+        source = attended.to(own.dtype).contiguous()
+        out = torch.empty_like(source, device=own.device)
+        accelerator.to_device(_bytes(out), _bytes(source))
+        accelerator.keep_for(out, accelerator.compute)
         handed.out = out
 
 

@@ -19,7 +19,7 @@ from lmoffload.executor.row import Row
 from lmoffload.executor.tiered_kv import TieredKV
 from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.executor.waiting import Waiting
-from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import HostProcessor
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver import counting
 from lmoffload_solver.arena_memory import working_bytes
@@ -27,6 +27,7 @@ from lmoffload_solver.chain_layout import step_by_step
 from lmoffload_solver.chain_schedule import WHOLE, Place, Share
 from lmoffload_solver.chain_tasks import task_structure
 from lmoffload_solver.decision import Decision
+from lmoffload_solver.device_memory import work_bytes
 from lmoffload_solver.memory import JobMemory
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
@@ -51,7 +52,8 @@ class DeviceParts:
     reader: DiskReader
     accelerator: Accelerator
     queues: Mapping[Resource, Queue]
-    attention_pool: Pool
+    host: HostProcessor
+    """Attends where keys and values lie on the host."""
     meter: Meter
     kv_folder: Path
 
@@ -98,6 +100,10 @@ class DeviceRunner:
     def _working_bytes(self, batches: Sequence[DeviceBatch]) -> int:
         """What a unit takes of the device's memory while it computes, as it is counted: torch's own allocator has it."""
         parts = self._parts
+        if not parts.accelerator.emulated:
+            rows, eager = max(len(batch.rows) for batch in batches), parts.decision.runtime.attending == "eager"
+            longest = max(len(row.tokens) for batch in batches for row in batch.rows)
+            return int(work_bytes(parts.shape, rows, longest, eager=eager))
         lengths = [[len(row.tokens) for row in batch.rows] for batch in batches]
         workload = Workload.of_lengths([length for one in lengths for length in one], 1)
         memory, multiple = JobMemory(parts.shape, workload, 0), counting.token_multiple(parts.shape)

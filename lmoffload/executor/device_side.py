@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmoffload.executor import process
 from lmoffload.executor.accelerators import accelerator_of
 from lmoffload.executor.cores import cores_of, nodes_here
@@ -16,7 +18,9 @@ from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.resources import Accelerator, Queue
 from lmoffload.executor.stored_weights import StoredTensors
 from lmoffload.executor.tiered_weights import TieredWeights
+from lmoffload.kernels.device_linear import DTYPES
 from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import HostProcessor, Processor
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_tasks import chain_units
@@ -38,11 +42,17 @@ class DeviceSide:
     queues: dict[Resource, Queue]
     pool: Pool
     """Of what the device computes, where the host's kernels do."""
+    processor: Processor
+    """Of the device."""
     attention_pool: Pool
 
     @staticmethod
-    def of(shape: ModelShape, plan: Plan) -> DeviceSide | None:
+    def of(shape: ModelShape, plan: Plan, stored_format: str, accelerator: Accelerator | None = None) -> DeviceSide | None:
         """None where the plan has no device.
+
+        Args:
+            stored_format: of the checkpoint, which a device of its own computes in.
+            accelerator: to be used, and closed; by default the one that the plan is for.
 
         Raises:
             StatedError: there is no such device here.
@@ -50,7 +60,7 @@ class DeviceSide:
         if not on_device(plan):
             return None
         cores = cores_of(plan.threads, nodes_here())
-        accelerator = accelerator_of(plan, cores)
+        accelerator = accelerator or accelerator_of(plan, cores)
         queues: dict[Resource, Queue] = {
             "device": accelerator.compute,
             "upload": accelerator.upload,
@@ -62,11 +72,12 @@ class DeviceSide:
         pool = Pool(plan.threads.get("host_attention", 1), cores.get("host_attention") or None)
         decision = decision_of(shape, plan)
         computing = Pool(plan.threads.get("compute", 1), cores.get("compute"))
-        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, computing, pool)
+        processor = accelerator.processor(computing, DTYPES.get(stored_format, torch.bfloat16))
+        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, computing, processor, pool)
 
     def weights(self, tensors: StoredTensors, plan: Plan, reader: DiskReader) -> TieredWeights:
         """Every weight at its home, and the buffers."""
-        return TieredWeights(tensors, plan, self.units, reader, self.accelerator, self.decision.num_buffers)
+        return TieredWeights(tensors, plan, self.units, reader, self.accelerator, self.processor, self.decision.num_buffers)
 
     def runner(
         self,
@@ -81,8 +92,8 @@ class DeviceSide:
     ) -> DeviceRunner:
         """What runs blocks."""
         parts = DeviceParts(
-            model, shape, plan, self.decision, self.units, runtime, weights, reader, self.accelerator, self.queues, self.attention_pool,
-            meter, kv_folder,
+            model, shape, plan, self.decision, self.units, runtime, weights, reader, self.accelerator, self.queues,
+            HostProcessor(self.attention_pool), meter, kv_folder,
         )  # fmt: skip
         return DeviceRunner(parts)
 

@@ -15,6 +15,7 @@ from lmoffload.executor.hidden_states import HiddenStates
 from lmoffload.executor.row import Row
 from lmoffload.executor.tiered_kv import Changed, TieredKV
 from lmoffload_solver.chain_schedule import Place, Share
+from lmoffload_solver.plan import kernel_for
 from lmoffload_solver.value import Kind, Resource
 
 if TYPE_CHECKING:
@@ -131,7 +132,8 @@ class DeviceTasks:
         if self._bound != use:
             parts.weights.bind(parts.units[unit_index], use)
             self._bound = use
-        runtime.kernel = partial(phase_kernel, parts.plan.kernels.decode if step else parts.plan.kernels.prefill)
+        chosen = phase_kernel if parts.accelerator.emulated else kernel_for
+        runtime.kernel = partial(chosen, parts.plan.kernels.decode if step else parts.plan.kernels.prefill)
         runtime.batch = batch
         runtime.keep = partial(self._hidden.keep, number)
         parts.meter.phase = "decode" if step else "prefill"
@@ -149,7 +151,7 @@ class DeviceTasks:
     def _host_attention(self, unit: int, number: int, use: int) -> None:
         self._kv.stage_beside(unit, number, use)
         with torch.no_grad():
-            self._batches[number].attend_on_host(self._parts.attention_pool, self._parts.accelerator)
+            self._batches[number].attend_on_host(self._parts.host, self._parts.accelerator)
 
     def _store(self, store: Callable[[int, int, int, Changed | None], None], step: int, unit: int, batch: int, use: int) -> None:
         store(unit, batch, use, self._changed[batch] if step else None)

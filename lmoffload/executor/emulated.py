@@ -12,6 +12,8 @@ import torch
 from lmoffload.executor.buffers import Slab
 from lmoffload.executor.host import ThreadQueue
 from lmoffload.executor.resources import Queue, Tier
+from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import HostProcessor, Processor
 from lmoffload_solver.value import TaskClass
 
 COPY_BYTES = 512 * 2**10
@@ -73,6 +75,12 @@ class EmulatedAccelerator:
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.down.copy(target, source)
+
+    def processor(self, pool: Pool, dtype: torch.dtype) -> Processor:
+        return HostProcessor(pool)
+
+    def keep_for(self, tensor: torch.Tensor, queue: Queue) -> None:
+        """Tasks end before they are said to have ended."""
 
     def computing(self) -> torch.no_grad:
         return torch.no_grad()

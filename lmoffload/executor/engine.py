@@ -24,6 +24,7 @@ from lmoffload.executor.pace import Pace
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.reporting import run_report
 from lmoffload.executor.request import Completion, Progress, Request, Score
+from lmoffload.executor.resources import Accelerator
 from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
 from lmoffload.executor.tiered_weights import TieredWeights
@@ -31,11 +32,13 @@ from lmoffload.executor.waiting import Waiting
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.decode_attention import decode_kernel
 from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import HostProcessor, Processor
 from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
 from lmoffload.modeling.rotary import follows_length, switches_at
 from lmoffload.modeling.runtime import Runtime
 from lmoffload.settings import Settings
+from lmoffload_solver.counting import main_format
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport
@@ -56,6 +59,7 @@ class Engine:
         keep_spans: keep begin and end of every task of the first block (`meter.spans`).
         on_store: called while weights are quantized that the plan wants in another format than the checkpoint's, after every tensor.
         cache: where quantized weights lie; the user's cache directory by default.
+        accelerator: for a plan with a device, to be used and closed; by default the one that the plan is for.
 
     Raises:
         StatedError: the plan is of another model, or does not hold on it; or weights cannot be quantized.
@@ -71,6 +75,7 @@ class Engine:
         keep_spans: bool = False,
         on_store: Callable[[StoreProgress], None] = lambda progress: None,
         cache: Path | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         from lmoffload.checkpoint import transformers_config, with_formats
 
@@ -82,6 +87,7 @@ class Engine:
         torch.set_num_threads(1)  # parallelism is the pool's; serial torch gives every row the same bits in any batch
         process.reset_peak()
         formats = {name: tensor.format for name, tensor in plan.weights.tensors.items()}
+        stored_format = main_format(checkpoint.shape)
         checkpoint = with_formats(checkpoint, formats, cache=cache, on_progress=on_store)
         self.plan, self.shape = plan, checkpoint.shape
         self._bytes_read_before = process.bytes_read_from_disk()
@@ -90,7 +96,7 @@ class Engine:
         self._decode = decode
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
-        self._device = DeviceSide.of(self.shape, plan)
+        self._device = DeviceSide.of(self.shape, plan, stored_format, accelerator)
         units = self.units = units_of(self.shape, plan) if self._device is None else self._device.units
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)
@@ -99,6 +105,7 @@ class Engine:
         model = build_model(config)
         self.base_bytes = process.resident_bytes()
         self._pool = Pool(plan.threads.get("compute", 1)) if self._device is None else self._device.pool
+        self._processor: Processor = HostProcessor(self._pool) if self._device is None else self._device.processor
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
         try:
             self.weights: WeightStore | TieredWeights
@@ -108,12 +115,14 @@ class Engine:
                 self.weights = self._device.weights(checkpoint, plan, self._reader)
             check_bytes(self.weights, self.shape, plan)
             heads = tuple(unit.index for unit in units if unit.kind == "head")
-            runtime = self._runtime = Runtime(self.weights, self._pool, heads, self.meter)
+            runtime = self._runtime = Runtime(self.weights, self._processor, heads, self.meter)
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
             bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
-            check_rows(self.shape, plan)
-            decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
+            if isinstance(self._processor, HostProcessor):
+                check_rows(self.shape, plan)
+            if isinstance(self._processor, HostProcessor) or plan.attention.host:
+                decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
             self._blocks = self._runner(model, self._kv_folder(cache))
         except BaseException:
             self.close()
@@ -285,7 +294,7 @@ class Engine:
         size = self.plan.micro_batch
         kind = MicroBatch if self._device is None else DeviceBatch
         return [
-            kind(number, rows[at : at + size], self.shape, self.plan, self._pool, every_logit, keep_logits)
+            kind(number, rows[at : at + size], self.shape, self.plan, self._processor, every_logit, keep_logits)
             for number, at in enumerate(range(0, len(rows), size))
         ]
 

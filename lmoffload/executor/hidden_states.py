@@ -22,7 +22,8 @@ class _Kept:
 class HiddenStates:
     """What suspended forwards keep between units.
 
-    A parked one leaves its storage empty, whoever refers to it: the forward that is suspended finds it filled again when it goes on.
+    A parked one leaves its storage empty, whoever refers to it: the forward that is suspended finds it filled again when it goes on. A
+    queue may run behind the thread that gives it work; so what it uses is kept for it (`Accelerator.keep_for`) before a storage is emptied.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -54,7 +55,10 @@ class HiddenStates:
         room = self._room.get(batch)
         if room is None or room.num_bytes < kept.num_bytes:
             room = self._room[batch] = self._accelerator.page_locked(kept.num_bytes)
-        self._accelerator.to_host(room.bytes[: kept.num_bytes], _bytes(kept.storage))
+        held = _bytes(kept.storage)
+        self._accelerator.to_host(room.bytes[: kept.num_bytes], held)
+        self._accelerator.keep_for(held, self._accelerator.download)  # the copy may not have begun when the storage is emptied
+        del held
         kept.storage.resize_(0)
         kept.parked = room
         self._accelerator.memory.release(kept.num_bytes)
@@ -66,7 +70,9 @@ class HiddenStates:
             return
         self._accelerator.memory.charge(kept.num_bytes, "hidden states")
         kept.storage.resize_(kept.num_bytes)
-        self._accelerator.to_device(_bytes(kept.storage), kept.parked.bytes[: kept.num_bytes])
+        held = _bytes(kept.storage)
+        self._accelerator.to_device(held, kept.parked.bytes[: kept.num_bytes])
+        self._accelerator.keep_for(held, self._accelerator.compute)
         kept.parked = None
 
     def clear(self) -> None:

@@ -16,9 +16,7 @@ import torch
 from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
 from lmoffload.executor.row import Row
-from lmoffload.kernels.attention import prefill_attention
-from lmoffload.kernels.decode_attention import decode_attention
-from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import Processor
 from lmoffload.modeling.bind import lookup
 from lmoffload_solver import counting
 from lmoffload_solver.costs import Phase
@@ -49,7 +47,7 @@ class MicroBatch:
         rows: Sequence[Row],
         shape: ModelShape,
         plan: Plan,
-        pool: Pool,
+        processor: Processor,
         every_logit: bool = False,
         keep_logits: bool = False,
     ) -> None:
@@ -60,7 +58,7 @@ class MicroBatch:
         self._on_disk = frozenset(layer for layer, number, tier in plan.kv.homes if tier == "disk" and number == index)
         self.rooms = tuple(row.room for row in rows)
         self.cache: KVCache | None = None
-        self._pool = pool
+        self._processor = processor
         self._token_multiple = counting.token_multiple(shape)
         self._every_logit = every_logit
         self._keep_logits = keep_logits
@@ -172,10 +170,12 @@ class MicroBatch:
         reached = None
         for phase, packed in self._packed():
             enter(phase)
-            input_ids = lookup(model, table_rows(packed.token_ids))
+            rows = table_rows(packed.token_ids).to(self._processor.device, self._processor.dtype)
+            input_ids = lookup(model, rows)
             num_tokens = packed.segments[-1][1]
             keep = torch.tensor(list(range(num_tokens)) if self._every_logit else packed.newest, dtype=torch.int64)
-            options = {"input_ids": input_ids, "position_ids": torch.tensor([packed.positions]), "logits_to_keep": keep}
+            options = {"input_ids": input_ids, "position_ids": torch.tensor([packed.positions], device=rows.device)}
+            options["logits_to_keep"] = keep.to(rows.device)
             thread = greenlet.greenlet(partial(_logits, model, options))
             thread.gr_context = contextvars.copy_context()
             self._now = Forward(phase, packed, thread)
@@ -242,7 +242,7 @@ class MicroBatch:
         packed, cache = self._now.packed, self.cache.layers[layer]
         if self._now.phase == "prefill":
             for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
-                cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._pool)
+                cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._processor.pool)
             begin_s = time.perf_counter()
             options = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
             attended = self._attend_prompts(packed, query, key, value, options)
@@ -251,10 +251,10 @@ class MicroBatch:
         rows, count = packed.rows, len(packed.rows)
         positions = np.asarray(packed.positions[:count], dtype=np.int64)
         cache.store_tokens(rows, positions, key[:count], value[:count])
-        out, begin_s = torch.zeros(query.shape[0], query.shape[1], value.shape[2]), time.perf_counter()
-        out[:count] = decode_attention(
+        out, begin_s = query.new_zeros(query.shape[0], query.shape[1], value.shape[2]), time.perf_counter()
+        out[:count] = self._processor.decode(
             query[:count].contiguous(), cache.keys, cache.values, rows, positions + 1,
-            scaling=scaling, window=cache.shape.window, softcap=softcap, sinks=sinks, pool=self._pool,
+            scaling=scaling, window=cache.shape.window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         self.attended_s = time.perf_counter() - begin_s
         return out
@@ -266,7 +266,7 @@ class MicroBatch:
         that an earlier chunk began are carried over to the next."""
         segments, carried = packed.segments, self._carried
         begun = [segment for piece, segment in zip(packed.pieces, segments, strict=True) if piece.first == 0]
-        out = prefill_attention(query, key, value, begun, pool=self._pool, **options)
+        out = self._processor.prefill(query, key, value, begun, **options)
         begin, end = segments[-1]
         self._carried = None if packed.pieces[-1].last else (key[begin:end].clone(), value[begin:end].clone())
         if packed.pieces[0].first > 0:
@@ -274,7 +274,7 @@ class MicroBatch:
             begin, end = segments[0]
             keys, values = (torch.cat((old, new[begin:end])) for old, new in zip(carried, (key, value), strict=True))
             known, whole = packed.pieces[0].first, [(0, keys.shape[0])]
-            out[begin:end] = prefill_attention(query[begin:end], keys, values, whole, known=known, pool=self._pool, **options)
+            out[begin:end] = self._processor.prefill(query[begin:end], keys, values, whole, known=known, **options)
             if len(segments) == 1 and not packed.pieces[0].last:
                 self._carried = keys, values
         return out
@@ -286,16 +286,16 @@ class MicroBatch:
             StatedError: the logits hold a NaN or an infinity.
         """
         assert self.logits is not None
-        rows, logits, self.logits = [self.rows[place] for place in self._ended], self.logits, None
+        rows, logits, self.logits = [self.rows[place] for place in self._ended], self.logits.float(), None
         least, most = torch.aminmax(logits)  # a NaN anywhere shows in both
         if not (torch.isfinite(least) and torch.isfinite(most)):
             raise StatedError("The model's logits are not finite: its weights or activations overflow in this precision.")
         if self._keep_logits:
-            self.kept_logits.append(logits.clone())
+            self.kept_logits.append(logits.cpu().clone())
         if self._every_logit:
             parts = torch.split(logits, [len(row.tokens) if row.fresh else 1 for row in rows])
             for row, part in zip(rows, parts, strict=True):
-                row.score(part)
+                row.score(part.cpu())
             logits = torch.stack([part[-1] for part in parts])
         self.tokens_taken, self.first_tokens_taken = len(rows), sum(row.fresh for row in rows)
         self.tokens_held = sum(len(row.tokens) for row in rows)

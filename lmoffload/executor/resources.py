@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
     from lmoffload.executor.buffers import Slab
+    from lmoffload.kernels.pool import Pool
+    from lmoffload.kernels.processor import Processor
     from lmoffload_solver.value import Tier as TierName
 
 
@@ -70,10 +72,17 @@ class Accelerator(Protocol):
         """Host memory that the copies reach."""
 
     def to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes up; in a task of `upload`, or of the host's attention."""
+        """Copy bytes up, in a task of `upload`; of pageable memory, in any other: then it has been copied on return."""
 
     def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy bytes down; in a task of `download`, or of the host's attention."""
+        """Copy bytes down, in a task of `download`; to pageable memory, in any other: then it has been copied on return."""
+
+    def processor(self, pool: Pool, dtype: torch.dtype) -> Processor:
+        """Who computes. pool: threads, where the host's do. dtype: of the checkpoint."""
+
+    def keep_for(self, tensor: torch.Tensor, queue: Queue) -> None:
+        """A task of `queue` uses a tensor that another queue's task allocated (not from `memory`): when it is freed, its memory goes to
+        nobody else before what `queue` has been given by then has ended."""
 
     def computing(self) -> AbstractContextManager[object]:
         """What tasks of `compute` run inside of, entered once for each."""
@@ -93,7 +102,7 @@ class Tier:
         self.peak_bytes = 0
 
     def allocate(self, num_bytes: int, what: str) -> torch.Tensor:
-        """uint8 [num_bytes]; `release` counts it as free again.
+        """uint8 [num_bytes], zeros: masked attention reads what was never written, and must find numbers. `release` counts it as free.
 
         Raises:
             StatedError: the tier has not so much left.

@@ -67,7 +67,7 @@ class Row:
         """The next token, from the row's logits [vocabulary] and the likeliest token of them."""
         if self.forced:
             return self.forced[len(self.generated)]
-        token = likeliest if self.sampler.plain else self.sampler.next_token(logits, self.tokens)
+        token = likeliest if self.sampler.plain else self.sampler.next_token(logits.cpu(), self.tokens)
         if self.request.log_probabilities:
             self.log_probabilities.append(float(logits[token] - torch.logsumexp(logits, dim=-1)))
         return token

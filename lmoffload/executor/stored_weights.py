@@ -115,7 +115,7 @@ class StoredWeights:
             ]
         else:
             data = self._rows_on_disk(table, ranges)
-        gathered = Matrix(torch.cat(data), table.format, sum(end - first for first, end in ranges), table.shape[-1])
+        gathered = Matrix(torch.cat(data).cpu(), table.format, sum(end - first for first, end in ranges), table.shape[-1])
         return reference_widen(gathered)
 
     def _rows_on_disk(self, table: TensorShape, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:

@@ -111,8 +111,8 @@ class TieredKV:
             return
         words = _words(self._batches[batch].layer_cache(layer), self.homes[layer, batch].tier == "disk", changed)
         new = source.view(torch.int32)[words]
-        come = torch.empty_like(new)
-        self._accelerator.to_host(come.view(torch.uint8), new.view(torch.uint8))
+        come = torch.empty(new.shape, dtype=new.dtype)
+        self._accelerator.to_host(come.view(torch.uint8), new.view(torch.uint8))  # pageable: it has come when this returns
         target.view(torch.int32)[words] = come
 
     def write(self, layer: int, batch: int, use: int, changed: Changed | None) -> None:

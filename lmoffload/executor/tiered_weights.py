@@ -14,6 +14,7 @@ from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.resources import Accelerator
 from lmoffload.executor.stored_weights import StoredTensors, StoredWeights, num_rows
 from lmoffload.kernels.matrix import Matrix
+from lmoffload.kernels.processor import Processor
 from lmoffload_solver.chain_schedule import Share
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.model import TensorShape
@@ -63,11 +64,15 @@ class TieredWeights(StoredWeights):
         units: tuple[Unit, ...],
         reader: DiskReader,
         accelerator: Accelerator,
+        processor: Processor,
         num_buffers: int,
     ) -> None:
         super().__init__(tensors, reader)
         self._accelerator, self._units = accelerator, units
         self._tiers: dict[str, Tier] = {name: planned.tier for name, planned in plan.weights.tensors.items()}
+        for name, vector in self.vectors.items():
+            if not self._shape.by_name[name].is_table:
+                self.vectors[name] = vector.to(processor.device, processor.dtype)
         accelerator.memory.charge(self.device_vector_bytes, "vectors")
         self.home_bytes: dict[Tier, int] = {"device": 0, "host": 0}
         for names in self._groups():
@@ -84,7 +89,7 @@ class TieredWeights(StoredWeights):
 
     @property
     def device_vector_bytes(self) -> int:
-        """Bytes of the tensors that are no matrices, as they lie on the device: fp32."""
+        """Bytes of the tensors that are no matrices, as they lie on the device: in the dtype of its activations."""
         return sum(value.numel() * value.element_size() for name, value in self.vectors.items() if not self._shape.by_name[name].is_table)
 
     def read(self, unit: int, number: int, share: Share) -> None:

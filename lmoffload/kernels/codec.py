@@ -164,6 +164,9 @@ def encode_lines(
     """
     assert x.dtype == torch.float32 and x.is_contiguous() and x.shape[1] == LINE_ELEMENTS, "lines are fp32 and contiguous"
     assert code_places.dtype == parameter_places.dtype == torch.int64, "places are int64"
+    if target.device.type != "cpu":
+        store_encoded(x, name, target, code_places, parameter_places)
+        return
     encode = _encoder(name)
     count = x.shape[0]
 
@@ -175,6 +178,17 @@ def encode_lines(
         some(0, count)
         return
     pool.run([lambda first=first: some(first, min(first + LINES_PER_JOB, count)) for first in range(0, count, LINES_PER_JOB)])  # type: ignore[misc]
+
+
+def store_encoded(x: torch.Tensor, name: str, target: torch.Tensor, code_places: torch.Tensor, parameter_places: torch.Tensor) -> None:
+    """`encode_lines` in plain torch, on any device; see there."""
+    codes, parameters = reference_encode(x, name)
+    packed, half = codes & 0xFF, LINE_ELEMENTS // 2
+    if CODECS[name].line_bytes < LINE_ELEMENTS:
+        packed = codes[:, :half] | codes[:, half:] << 4
+    each, word = torch.arange(packed.shape[1], device=target.device), torch.arange(PARAMETER_BYTES, device=target.device)
+    target[code_places.to(target.device)[:, None] + each] = packed.to(torch.uint8)
+    target[parameter_places.to(target.device)[:, None] + word] = parameters.view(torch.uint8).view(-1, PARAMETER_BYTES)
 
 
 def reference_encode(x: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,4 +220,14 @@ def unpack_codes(stored: torch.Tensor, name: str) -> torch.Tensor:
     return torch.cat((stored & 15, stored >> 4), dim=-1).int()
 
 
-__all__ = ["CODECS", "LINE_ELEMENTS", "PARAMETER_BYTES", "Codec", "encode_lines", "reference_decode", "reference_encode", "unpack_codes"]
+__all__ = [
+    "CODECS",
+    "LINE_ELEMENTS",
+    "PARAMETER_BYTES",
+    "Codec",
+    "encode_lines",
+    "reference_decode",
+    "reference_encode",
+    "store_encoded",
+    "unpack_codes",
+]

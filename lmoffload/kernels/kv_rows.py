@@ -23,11 +23,11 @@ from torch.nn import functional
 from lmoffload.kernels.codec import CODECS, Codec, encode_lines, reference_decode, unpack_codes
 from lmoffload.kernels.pool import Pool
 from lmoffload_solver.counting import key_group_bytes, key_head_bytes, num_lines, value_token_bytes
-from lmoffload_solver.formats import KV_FORMATS, LINE_ELEMENTS, PARAMETER_BYTES
+from lmoffload_solver.formats import LINE_ELEMENTS, PARAMETER_BYTES
 
 Numbers = npt.NDArray[np.int64]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NEWEST = torch.bfloat16
 
 
@@ -36,7 +36,7 @@ class KVRows:
     """Memory that belongs to someone else. Which class stands for a format: `keys_of`, `values_of`.
 
     Attributes:
-        format: a name of `lmoffload_solver.formats.KV_FORMATS`.
+        format: a name of `lmoffload_solver.formats.KV_FORMATS`, or fp16.
         heads, dim: of keys or values.
         data: uint8, one-dimensional.
         starts: int64 [R], bytes.
@@ -51,11 +51,11 @@ class KVRows:
     rooms: Numbers
 
     def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
-        """Store tokens of a row, the first of them at position `first`, after all before it: new fp32 [tokens, heads, dim]."""
+        """Store tokens of a row, the first of them at position `first`, after all before it: new floating [tokens, heads, dim]."""
         raise NotImplementedError
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
-        """Store one more token of each of `rows` at its position: new fp32 [R, heads, dim]."""
+        """Store one more token of each of `rows` at its position: new floating [R, heads, dim]."""
         raise NotImplementedError
 
     def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
@@ -71,15 +71,17 @@ class PlainRows(KVRows):
     """Keys or values without blocks."""
 
     @property
-    def _lines(self) -> torch.Tensor:
+    def lines(self) -> torch.Tensor:
+        """[lines, dim]; a line is a token of a head."""
         return self.data.view(DTYPES[self.format]).view(-1, self.dim)
 
-    def _first_lines(self, rows: Numbers) -> Numbers:
+    def first_lines(self, rows: Numbers) -> Numbers:
+        """[R]: the first line of each."""
         return self.starts[rows] // (self.dim * DTYPES[self.format].itemsize)
 
     def _mine(self, row: int) -> torch.Tensor:
-        start, room = int(self._first_lines(np.array([row]))[0]), int(self.rooms[row])
-        return self._lines[start : start + self.heads * room].view(self.heads, room, self.dim)
+        start, room = int(self.first_lines(np.array([row]))[0]), int(self.rooms[row])
+        return self.lines[start : start + self.heads * room].view(self.heads, room, self.dim)
 
     def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
         room, end = int(self.rooms[row]), first + new.shape[0]
@@ -89,7 +91,7 @@ class PlainRows(KVRows):
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
         index = self._places(rows, positions)
-        self._lines[torch.from_numpy(index)] = new.reshape(-1, self.dim).to(DTYPES[self.format])
+        self.lines[torch.from_numpy(index)] = new.reshape(-1, self.dim).to(DTYPES[self.format])
 
     def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
         line, index = self.dim * DTYPES[self.format].itemsize, self._places(rows, positions)
@@ -98,7 +100,7 @@ class PlainRows(KVRows):
     def _places(self, rows: Numbers, positions: Numbers) -> Numbers:
         """[R * heads], lines."""
         rooms = self.rooms[rows]
-        index: Numbers = (self._first_lines(rows) + positions % rooms)[:, None] + np.arange(self.heads)[None, :] * rooms[:, None]
+        index: Numbers = (self.first_lines(rows) + positions % rooms)[:, None] + np.arange(self.heads)[None, :] * rooms[:, None]
         return index.reshape(-1)
 
     def widened(self, row: int, first: int, end: int) -> torch.Tensor:
@@ -212,7 +214,7 @@ class PanelValues(KVRows):
 
     def _encode(self, rows: Numbers, positions: Numbers, new: torch.Tensor, pool: Pool | None) -> None:
         """Tokens [T, heads, dim]."""
-        filled = functional.pad(new, (0, -self.dim % LINE_ELEMENTS)).contiguous()
+        filled = functional.pad(new.float(), (0, -self.dim % LINE_ELEMENTS)).contiguous()
         encode_lines(filled.view(-1, LINE_ELEMENTS), self.format, self.data, *self._places(rows, positions), pool)
 
     def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
@@ -252,5 +254,5 @@ def row_bytes(rows: KVRows, room: int) -> int:
 
 
 def _known(format_name: str) -> str:
-    assert format_name in KV_FORMATS, f"nobody attends to {format_name}"
+    assert format_name in DTYPES or format_name in CODECS, f"nobody attends to {format_name}"
     return format_name

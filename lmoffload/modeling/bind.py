@@ -21,6 +21,9 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.model import ModelShape, TensorShape
 
+NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
+"""Formats of tensors as they lie."""
+
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     """The model's list of decoder layers.
@@ -52,7 +55,7 @@ def bind(
         model: a transformers causal language model.
         shape: what the checkpoint holds; its matrices become `BoundLinear`s.
         runtime: what the swapped parts ask.
-        vectors: every resident tensor that is not a linear layer's matrix, fp32, by parameter name.
+        vectors: every resident tensor that is not a linear layer's matrix, in the processor's dtype and on its device, by parameter name.
         layer_units: unit index at which each decoder layer begins.
         part_units: unit index that begins at the product of a matrix, by its name, where layers are cut.
 
@@ -87,8 +90,10 @@ def bind(
     unused = [name for name in vectors if name not in fed]
     if unused:
         raise StatedError(f"Nothing in {type(model).__name__} consumes the tensor {unused[0]} of the checkpoint.")
+    _move_buffers(model, runtime.processor.device)
     bind_rotary(model, runtime)
-    bind_elementwise(model, runtime)
+    if runtime.processor.pool is not None:  # a device has torch's operators
+        bind_elementwise(model, runtime.processor.pool)
     model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
@@ -100,7 +105,7 @@ def lookup(model: Any, rows: torch.Tensor) -> torch.Tensor:
     So the model's own embedding module runs, with whatever it does beside the lookup, over a table of just the rows needed.
     """
     model.get_input_embeddings().weight = nn.Parameter(rows, requires_grad=False)
-    return torch.arange(rows.shape[0]).unsqueeze(0)
+    return torch.arange(rows.shape[0], device=rows.device).unsqueeze(0)
 
 
 def _bind_matrix(
@@ -132,10 +137,16 @@ def _bind_small_linears(model: nn.Module, runtime: Runtime, vectors: Mapping[str
         weight = vectors.get(f"{name}.weight")
         if weight is None:
             continue  # told as a parameter that nothing feeds
-        own = Matrix(weight.contiguous().view(torch.uint8).reshape(-1), "fp32", weight.shape[0], weight.shape[1])
+        own = Matrix(weight.contiguous().view(torch.uint8).reshape(-1), NAMES[weight.dtype], weight.shape[0], weight.shape[1])
         _replace(model, name, BoundLinear(f"{name}.weight", runtime, vectors.get(f"{name}.bias") if module.bias is not None else None, own))
         fed |= {f"{name}.weight", f"{name}.bias"}
     return fed
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _bind_layers(layers: nn.ModuleList, runtime: Runtime, layer_units: tuple[int, ...]) -> None:

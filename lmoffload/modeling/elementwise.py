@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from lmoffload.kernels.elementwise import add, elementwise_kernels, rms_norm, rotate, silu_gate
+from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.attention import packed_attention
-from lmoffload.modeling.runtime import Runtime
 
 Forward = Callable[..., Any]
 
 
-def bind_elementwise(model: nn.Module, runtime: Runtime) -> None:
+def bind_elementwise(model: nn.Module, pool: Pool) -> None:
     """Have every module that computes what one of Llama's does compute it by kernels of ours.
 
     Transformers repeats the code of these modules in the files of most families: the code that runs decides, not a class's name.
@@ -27,13 +27,13 @@ def bind_elementwise(model: nn.Module, runtime: Runtime) -> None:
     rotary = llama.apply_rotary_pos_emb
     for module in model.modules():
         if _computes_as(module, llama.LlamaRMSNorm):
-            module.forward = _normed(module, runtime)
+            module.forward = _normed(module, pool)
         elif _computes_as(module, llama.LlamaMLP) and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
-            module.forward = _gated(module, runtime)
+            module.forward = _gated(module, pool)
         elif _computes_as(module, llama.LlamaDecoderLayer):
-            module.forward = _summed(module, runtime)
+            module.forward = _summed(module, pool)
         elif _computes_as(module, llama.LlamaAttention) and _code(_forward(module).__globals__[rotary.__name__]) == _code(rotary):
-            module.forward = _attended(module, runtime)
+            module.forward = _attended(module, pool)
     elementwise_kernels()  # compiled now, as attention is
 
 
@@ -52,24 +52,24 @@ def _code(function: Any) -> tuple[Any, ...]:
     return (function,) if code is None else (code.co_code, code.co_names, code.co_consts, code.co_varnames)
 
 
-def _normed(module: Any, runtime: Runtime) -> Forward:
-    return lambda hidden_states: rms_norm(hidden_states, module.weight, module.variance_epsilon, runtime.pool)
+def _normed(module: Any, pool: Pool) -> Forward:
+    return lambda hidden_states: rms_norm(hidden_states, module.weight, module.variance_epsilon, pool)
 
 
-def _gated(module: Any, runtime: Runtime) -> Forward:
+def _gated(module: Any, pool: Pool) -> Forward:
     def forward(x: torch.Tensor) -> Any:
         gate = module.gate_proj(x)
-        return module.down_proj(silu_gate(gate, module.up_proj(x), runtime.pool))
+        return module.down_proj(silu_gate(gate, module.up_proj(x), pool))
 
     return forward
 
 
-def _attended(module: Any, runtime: Runtime) -> Forward:
+def _attended(module: Any, pool: Pool) -> Forward:
     def forward(hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any) -> Any:
         shape = (hidden_states.shape[1], -1, module.head_dim)
         query, key, value = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
         cosines, sines = (part[0] for part in position_embeddings)
-        rotate((query, key), cosines, sines, runtime.pool)
+        rotate((query, key), cosines, sines, pool)
         query, key, value = (heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value))
         out, weights = packed_attention(module, query, key, value, None, scaling=module.scaling)
         return module.o_proj(out.reshape(1, shape[0], -1)), weights
@@ -77,10 +77,10 @@ def _attended(module: Any, runtime: Runtime) -> Forward:
     return forward
 
 
-def _summed(module: Any, runtime: Runtime) -> Forward:
+def _summed(module: Any, pool: Pool) -> Forward:
     def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
         attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **options)
-        hidden_states = add(attended, hidden_states, runtime.pool)
-        return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, runtime.pool)
+        hidden_states = add(attended, hidden_states, pool)
+        return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, pool)
 
     return forward

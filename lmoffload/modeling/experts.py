@@ -54,7 +54,7 @@ class BoundExperts(nn.Module):
         out = torch.zeros_like(hidden_states)
         for (expert, tokens, ranks), activation in zip(routes, activations, strict=True):
             rows = self._product(self.down, expert, activation)
-            out.index_add_(0, tokens, rows.mul_(top_k_weights[tokens, ranks, None]))
+            out.index_add_(0, tokens, rows.mul_(top_k_weights[tokens, ranks, None].to(rows.dtype)))
         return out
 
     def _reach(self, part: str) -> None:

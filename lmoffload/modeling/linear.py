@@ -29,7 +29,7 @@ class BoundLinear(nn.Module):
         self.unit = unit
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] fp32 -> [..., N] fp32."""
+        """x [..., K] -> [..., N], in the processor's dtype."""
         if self.unit is not None:
             self.runtime.reach(self.unit)
         matrix = self.runtime.weights.matrix(self.name) if self.own is None else self.own
@@ -68,7 +68,7 @@ class BoundHead(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [1, R, hidden] (the positions whose logits are asked for) -> [1, R, vocabulary]."""
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out = torch.empty(rows.shape[0], self.vocab_size)
+        out = rows.new_empty(rows.shape[0], self.vocab_size)
         for unit in self.runtime.head_units:
             self.runtime.reach(unit)
             matrix, first, end = self.runtime.weights.head_piece(unit)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from lmoffload.kernels.matrix import Matrix
-    from lmoffload.kernels.pool import Pool
+    from lmoffload.kernels.processor import Processor
 
 
 class Weights(Protocol):
@@ -80,10 +80,10 @@ class Batch(Protocol):
 class Runtime:
     """State shared by every swapped module of one model. All of it is used from one thread, between switches of greenlets."""
 
-    def __init__(self, weights: Weights, pool: Pool, head_units: tuple[int, ...], watch: Watch | None = None) -> None:
+    def __init__(self, weights: Weights, processor: Processor, head_units: tuple[int, ...], watch: Watch | None = None) -> None:
         self.weights = weights
         self.watch: Watch = watch or Unwatched()
-        self.pool = pool
+        self.processor = processor
         self.head_units = head_units
         self.kernel: Callable[[str], str] = _no_kernel
         """Linear kernel of the current phase for a stored format."""
@@ -95,11 +95,9 @@ class Runtime:
         """Is shown what each matrix of the layers is multiplied with, fp32 [T, K], padding left out; None: nothing watches."""
 
     def product(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """rows fp32 [M, K] contiguous -> fp32 [M, N] with the current phase's kernel."""
-        from lmoffload.kernels.linear import linear
-
+        """rows [M, K] contiguous -> [M, N] with the current phase's kernel, in the processor's dtype."""
         kernel, begin = self.kernel(matrix.format), time.perf_counter()
-        out = linear(rows, matrix, kernel, self.pool, bias)
+        out = self.processor.product(rows, matrix, kernel, bias)
         self.watch.product(kernel, matrix, rows.shape[0], time.perf_counter() - begin)
         return out
 

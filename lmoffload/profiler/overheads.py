@@ -204,7 +204,7 @@ def _without_products(config: Any, pool: Pool) -> Any:
         def attend(self, _layer: int, query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
             return query
 
-    runtime = cast(Runtime, SimpleNamespace(batch=FreeBatch(), watch=Unwatched(), pool=pool))
+    runtime = cast(Runtime, SimpleNamespace(batch=FreeBatch(), watch=Unwatched()))
     model = build_model(config)
     for name, module in list(model.named_modules()):
         owner, _, leaf = name.rpartition(".")
@@ -215,5 +215,5 @@ def _without_products(config: Any, pool: Pool) -> Any:
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.ones(parameter.shape), requires_grad=False))
-    bind_elementwise(model, runtime)
+    bind_elementwise(model, pool)
     return model

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmoffload.profiler.apart import started
+from lmoffload.profiler.cuda_device import cuda_device
 from lmoffload.profiler.limits import read_limits
 from lmoffload.profiler.processor import host_processor, versions
 from lmoffload.profiler.progress import Clock, Progress
 from lmoffload.profiler.samples import UNSTEADY
+from lmoffload_solver.accelerator import Rate
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import FORMATS, QUANTIZED
-from lmoffload_solver.machine import AttentionCurve, HostLimits, LinearCurve, MachineProfile, MemoryRate
+from lmoffload_solver.machine import AttentionCurve, HostLimits, LinearCurve, MachineProfile, MemoryRate, Processor
 
 if TYPE_CHECKING:
     from lmoffload.kernels.pool import Pool
+    from lmoffload.profiler.device import Device, DeviceFigures
 
 QUICK_S, FULL_S = 48.0, 275.0
 """Seconds in all, loading the libraries included; a little is left for what overruns."""
@@ -29,6 +32,7 @@ SHARES = {
     "memory": (3.0, 6.0),
     "copies": (2.4, 6.0),
     "links": (0.5, 10.0),
+    "device": (6.0, 20.0),
     "linear": (15.0, 135.0),
     "conversion": (1.0, 4.0),
     "attention": (5.0, 30.0),
@@ -38,6 +42,8 @@ SHARES = {
     "default threads": (3.5, 6.0),
 }
 """Seconds of each stage, quick and full, when there is no more and no less than QUICK_S or FULL_S in all."""
+ATTENDED = "bf16"
+"""Format of keys and values that a device leaves to the host."""
 CHILD_TIMEOUT_S = 90.0
 ROOM_FOR_TWO_BYTES = 2 << 30
 """From here on this process loads and compiles while the other one does."""
@@ -71,12 +77,15 @@ def profile(
         if limits.memory_usable_bytes >= ROOM_FOR_TWO_BYTES:
             _load(measured_formats(formats, quick))
         base_bytes = int(answer(lambda told: None)["bytes"])
+    device = cuda_device()
+    if device is None:
+        clock.skip("device")
     with _serial_torch():
         from lmoffload.kernels.pool import Pool
 
         with ExitStack() as stack:
             pools = [stack.enter_context(Pool(threads)) for threads in thread_counts(limits.cores, quick=quick)]
-            unnamed = _measure(clock, pools, quick, disk_path, formats, limits, base_bytes)
+            unnamed = _measure(clock, pools, quick, disk_path, formats, limits, base_bytes, device)
     clock.end()
     found = unnamed.versions
     day, version, kind = datetime.date.today().isoformat(), found.get("lmoffload", "(unknown version)"), "quick" if quick else "full"
@@ -119,15 +128,17 @@ def _measure(
     formats: Sequence[str] | None,
     limits: HostLimits,
     base_bytes: int,
+    device: Device | None,
 ) -> MachineProfile:
     """Every stage in turn; each imports what it needs, since importing this module must load neither torch nor transformers."""
     from lmoffload.profiler.attention import attention_curves, quantize_rates
     from lmoffload.profiler.contention import measure_contention
     from lmoffload.profiler.conversion import conversion_rates
     from lmoffload.profiler.copies import copy_contention, copy_rates
+    from lmoffload.profiler.cuda_links import link_curves
+    from lmoffload.profiler.device import measure_device
     from lmoffload.profiler.disk import read_disk
     from lmoffload.profiler.linear import linear_curves
-    from lmoffload.profiler.links import link_curves
     from lmoffload.profiler.memory import memory_rates
     from lmoffload.profiler.overheads import measure_overheads
     from lmoffload_solver.threads import disk_threads
@@ -139,6 +150,7 @@ def _measure(
     copies = copy_rates(pools, share_s)
     copying = copy_contention(pools[-1], copies[0].bytes_per_s, 2 * share_s)
     links, link_remarks = link_curves(clock.start("links"), tell)
+    figures = None if device is None else measure_device(device, clock.start("device"), tell)
     linear, linear_remarks = linear_curves(pools, clock.start("linear"), quick=quick, formats=measured_formats(formats, quick), tell=tell)
     rates = conversion_rates(pools[-1], tuple(QUANTIZED), clock.start("conversion"), tell)
     attention = attention_curves(pools, clock.start("attention"), quick=quick, tell=tell)
@@ -147,7 +159,7 @@ def _measure(
     contention = measure_contention(disk_path, pools[-1], clock.start("contention"), disk_threads(readings.disk), tell)
     slowdown, thread_remarks = _default_threads(pools[-1], clock.start("default threads"))
     steady_remarks = _unsteady_remarks(memory, linear, attention)
-    return MachineProfile(
+    measured = MachineProfile(
         name=platform.node() or "this machine",
         provenance="",
         host=limits,
@@ -165,6 +177,21 @@ def _measure(
         versions=versions(),
         remarks=(*readings.remarks, *link_remarks, *linear_remarks, *steady_remarks, *thread_remarks),
         default_threads_slowdown=slowdown,
+    )
+    return measured if figures is None else with_device(measured, figures)
+
+
+def with_device(profile: MachineProfile, figures: DeviceFigures) -> MachineProfile:
+    """The profile with a device, and with the host's rate of attention over 16-bit keys and values, which plans with a device ask for."""
+    decode = [max(curve.rate.y) for curve in profile.attention if (curve.phase, curve.format) == ("decode", ATTENDED)]
+    attending = (Rate(work="attention_decode", tier="host", way="fused", per_s=max(decode)),) if decode else ()
+    return profile.model_copy(
+        update={
+            "accelerator": figures.accelerator,
+            "processors": (Processor(tier="device", name=figures.accelerator.name, cores=1), *profile.processors),
+            "memory": (*profile.memory, figures.memory),
+            "rates": (*profile.rates, *figures.rates, *attending),
+        }
     )
 
 

@@ -20,7 +20,7 @@ from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.lengths import Amount
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.model import LayerShape, TensorShape
+from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
 from lmoffload_solver.roofline_processing import DEVICE_ACTIVATION_BYTES, kv_bytes, kv_elements
 from lmoffload_solver.value import TensorClass, Tier
 from lmoffload_solver.workload import Limits
@@ -76,8 +76,6 @@ class ChainMemory:
         """For homes and buffers of weights on device and host together."""
         tokens = job.longest + job.gen_len
         self._largest_kv = max(kv_elements(shape, counting.kv_tokens(shape, tokens)) for shape in self.model.layers)
-        self._attention = max(2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in self.model.layers)
-        self._heads = max(s.num_heads for s in self.model.layers)
         self.widened = cache(self._widened_weights)
         self.kv_token_bytes, self.kv_buffers = cache(self._kv_token_bytes), cache(self._kv_buffers)
         self.vectors = counting.vector_bytes(self.model) * DEVICE_ACTIVATION_BYTES // counting.ACTIVATION_BYTES
@@ -105,12 +103,8 @@ class ChainMemory:
         return rows, min(decision.block_rows, self.job.num_prompts)
 
     def work_bytes(self, rows: Amount, *, eager: bool) -> Amount:
-        """Temporaries of a layer over a micro-batch's prompts, or its logits: copies of the hidden state, query, key, value and attention's
-        output, or the MLP's products; operator by operator also all scores, twice."""
-        model, length = self.model, self.job.longest
-        layer = rows * length * (2 * model.hidden_size + max(self._attention, 2 * model.intermediate_size))
-        scores = 2 * rows * self._heads * length * length if eager else 0
-        return DEVICE_ACTIVATION_BYTES * np.maximum(layer + scores, LOGITS_COPIES * rows * model.vocab_size)
+        """See `work_bytes`."""
+        return work_bytes(self.model, rows, self.job.longest, eager=eager)
 
     def hidden_bytes(self, rows: Amount) -> Amount:
         """Hidden states of prompts."""
@@ -218,6 +212,15 @@ class ChainMemory:
                 for tier, size in needed.of(unit).items():
                     buffers[tier] = max(buffers[tier], size)
         return homes, buffers
+
+
+def work_bytes(model: ModelShape, rows: Amount, length: int, *, eager: bool) -> Amount:
+    """Temporaries of a layer over a micro-batch's prompts of `length` tokens, or its logits: copies of the hidden state, query, key, value
+    and attention's output, or the MLP's products; operator by operator also all scores, twice."""
+    attention = max(2 * s.num_heads * s.key_dim + s.num_kv_heads * (s.key_dim + s.value_dim) for s in model.layers)
+    layer = rows * length * (2 * model.hidden_size + max(attention, 2 * model.intermediate_size))
+    scores = 2 * rows * max(s.num_heads for s in model.layers) * length * length if eager else 0
+    return DEVICE_ACTIVATION_BYTES * np.maximum(layer + scores, LOGITS_COPIES * rows * model.vocab_size)
 
 
 def memory_of(job: Job, machine: MachineProfile, limits: Limits) -> ChainMemory:

@@ -1,7 +1,6 @@
 """Which modules run our kernels between products: those whose code is Llama's, and no others."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ def pool() -> Iterator[Pool]:
 
 def bound(family: str, pool: Pool):
     model = build_model(tiny_model(family, 2).config)
-    bind_elementwise(model, SimpleNamespace(pool=pool))
+    bind_elementwise(model, pool)
     return model
 
 

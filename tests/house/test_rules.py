@@ -29,3 +29,13 @@ def test_no_environment_variable_is_read_outside_its_place() -> None:
     words = ("os.environ", "getenv(")
     readers = [path.relative_to(ROOT).as_posix() for path in SOURCES if any(w in path.read_text(encoding="utf-8") for w in words)]
     assert set(readers) <= {"lmoffload/environment.py", "lmoffload/settings.py", "lmoffload/profiler/apart.py"}, readers
+
+
+def test_only_files_named_for_it_mention_cuda() -> None:
+    """But for the import of what they hold."""
+    named = {"lmoffload/executor/cuda.py"} | {p.relative_to(ROOT).as_posix() for p in SOURCES if p.name.startswith("cuda_")}
+    for path in SOURCES:
+        if (name := path.relative_to(ROOT).as_posix()) not in named:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            mentions = [line for line in lines if "cuda" in line and "cuda_device()" not in line and " import " not in line]
+            assert not mentions, f"{name}: {mentions}"
