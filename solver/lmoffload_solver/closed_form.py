@@ -92,6 +92,11 @@ class Head:
     piece_s: float
     """Reading its largest piece."""
 
+    @property
+    def s_per_byte(self) -> float:
+        """Seconds to read a byte of it."""
+        return self.read_s / self.num_bytes
+
 
 @dataclass(frozen=True)
 class Case:
@@ -133,14 +138,15 @@ def bounds_s(sums: StepSums, slow: Contention, cases: Sequence[Case], transfers:
     number = np.concatenate([np.zeros(len(cases)), np.tile(np.arange(1.0, count + 1), len(alone))])
     of_numbers = [cases[place].layers.by_number(cases[place].excess) for place in alone]
     streamed = np.concatenate([np.array([c.layers.least_streamed(c.excess, c.depth) for c in cases]), *of_numbers])
-    found = _bounds_s(sums, slow, layers[rows].T, heads[rows].T, rest[rows].T, streamed, number, transfers)
+    apart = np.minimum(number, count - number + 1)  # streaming layers with one before them that does not stream, or the first
+    found = _bounds_s(sums, slow, layers[rows].T, heads[rows].T, rest[rows].T, streamed, number, apart, transfers)
     bounds, numbered = found[: len(cases)], found[len(cases) :].reshape(len(alone), count)
     bounds[alone] = np.maximum(bounds[alone], numbered.min(axis=1))
     return bounds
 
 
 def _bounds_s(
-    sums: StepSums, slow: Contention, layers: Array, heads: Array, rest: Array, streamed: Array, number: Array,
+    sums: StepSums, slow: Contention, layers: Array, heads: Array, rest: Array, streamed: Array, number: Array, apart: Array,
     transfers: Sequence[tuple[Array, Array]],
 ) -> Array:  # fmt: skip
     """The same for so many bytes, and layers that stream something; 0: not known."""
@@ -161,8 +167,9 @@ def _bounds_s(
         seconds,
         early_s=(depths + 1) * np.maximum(unit_s, piece_s),
         layers=number,
-        first_s=np.where(known, number * unit_s + piece_s, np.inf),
+        first_s=np.where(known, apart * unit_s + piece_s, np.inf),
         beside_head_s=np.where(streams > 0, np.where(depths > 0, -np.inf, seconds), beside_head),
+        after_layers_s=np.where(streams > 0, head_s - (depths + 1) * piece_s, 0.0),
         load=np.array([load for load, _ in transfers])[chosen.astype(int)],
         store=np.array([store for _, store in transfers])[chosen.astype(int)],
     )
@@ -180,11 +187,13 @@ class Reading:
     layers: Array
     """Those that stream something, at least."""
     first_s: Array
-    """Reading that with one buffer may fall into computing, at most: in a layer, or the head, the first that is read there; each other read
-    waits for what is computed before it, and is waited for."""
+    """Reading that with one buffer may fall into computing, at most: of what is computed right after something that does not stream; each
+    other read waits for what is computed before it, and is waited for."""
     beside_head_s: Array
     """Reading that does not go on while the head is computed, at least: all but what the ring holds, where the head is at home; all of it
     with one buffer where it streams."""
+    after_layers_s: Array
+    """Reading of a head that streams that is left when the layers are computed, at least: all but what the ring holds."""
     load: Array
     """Of keys and values, [rows, steps]."""
     store: Array
@@ -202,7 +211,8 @@ def reading_bound_s(sums: StepSums, slow: Contention, reading: Reading) -> Array
     serial = np.maximum(both, np.maximum(read, head) + reading.layers[:, None] * sums.layer)
     serial = np.maximum(serial, sums.compute + (reading.seconds - reading.first_s)[:, None])
     overlapped = np.where(loads, np.maximum(serial, ahead), serial)
-    computing = np.maximum(sums.compute, reading.store)
+    after_layers = sums.compute - sums.head + reading.after_layers_s[:, None]
+    computing = np.maximum(np.maximum(sums.compute, after_layers), reading.store)
     steps = np.maximum(computing, np.where(ahead_of, ahead, overlapped)) @ sums.weight
     reader = np.broadcast_to(reading.seconds[:, None] + load, steps.shape + sums.weight.shape) @ sums.weight
     return np.asarray(np.maximum(steps, reader))  # whatever is read early, it is read

@@ -173,9 +173,13 @@ class Evaluator:
         layers = np.array([float(sum(level.stored > 0 for level in p.layers)) for p in placements])
         at_home, beside = np.array([p.head_at_home for p in placements]), np.array(-np.inf) if depth else read
         beside_head = np.where(at_home, read - (depth + 1) * largest, beside)
+        pieces = [of_step[-len(p.head_pieces) :] for of_step, p in zip(reads, placements, strict=True)]
+        after_layers = np.array([sum(of_head) - (depth + 1) * max(of_head) for of_head in pieces])
         sums, (load, store) = self.sums(candidate)
-        ahead, any_read = np.full(len(read), float(depth)), np.full(len(read), np.inf)
-        reading = Reading(ahead, read, (depth + 1) * largest, layers, any_read, beside_head, load[None], store[None])
+        ahead = np.full(len(read), float(depth))
+        waits = [sum(s for s, before in zip(of_step[1:], of_step[:-1], strict=True) if s and before) for of_step in reads]
+        first = np.full(len(read), np.inf) if depth else read - np.array(waits)
+        reading = Reading(ahead, read, (depth + 1) * largest, layers, first, beside_head, after_layers, load[None], store[None])
         bounds = reading_bound_s(sums, self._contention(candidate), reading)
         return sorted(zip(bounds.tolist(), placements, strict=True), key=lambda pair: pair[0])
 

@@ -93,7 +93,7 @@ def streaming_of(kinds: Sequence[MatrixKind], stream: Stream, largest: LargestLa
     if stream == "matrix":
         one_s = [prices.read_seconds(kind.stored, kind.requests) for kind in kinds]
     else:
-        per_byte = prices.disk.least_s_per_byte(matrix, unit)
+        per_byte = prices.disk.least_s_per_byte(max(kind.stored / kind.requests for kind in kinds), unit)
         one_s = [kind.stored * per_byte for kind in kinds]
     each = [seconds / kind.aligned for seconds, kind in zip(one_s, kinds, strict=True)]
     num_bytes = float(sum(kind.aligned * kind.count for kind in kinds))

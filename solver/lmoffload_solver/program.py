@@ -180,7 +180,8 @@ class Program:
         """serial.e, with a single ring buffer: T_e >= D − early + (layers that stream)·(computing of the quickest layer) + w[head, disk]·h:
         what streams of a layer is not read before the layer that streamed before it is computed; at least Σ_c w[c, disk]·B_c / (bytes of a
         layer) layers stream; h is computing the head. head.e: T_e >= D − early + w[head, host]·h − (reading the ring's buffers), and with a
-        single one the layers that stream: a head at home is computed in one go, while no more is read than the ring holds."""
+        single one the layers that stream: a head at home is computed in one go, while no more is read than the ring holds. pieces.e: T_e >=
+        C_e − h + w[head, disk]·(reading the head) − (reading the ring's buffers), which is left to read when the layers are computed."""
         depth, head, layers = self.choices.prefetch_depth, self.fraction["head"], self.choices.layers
         streamed = [c.num_bytes * self.fraction[c.name][self.far] for c in self.choices.classes if c.streams and c.unit_bytes]
         ring_s = (depth + 1) * layers.most_s_per_byte * self.buffer
@@ -188,6 +189,8 @@ class Program:
             read_s = self._read_s() - self._early_s(step)
             waits = 0 if depth else step.layer_s / layers.largest_bytes * self.pulp.lpSum(streamed)
             self._add(f"head.{step.name}", seconds >= read_s + waits + step.head_s * head[self.near] - ring_s)
+            pieces_s = self.choices.head.read_s * head[self.far] - (depth + 1) * self.choices.head.s_per_byte * self.buffer
+            self._add(f"pieces.{step.name}", seconds >= step.compute_s - step.head_s + pieces_s)
             if not depth:
                 self._add(f"serial.{step.name}", seconds >= read_s + waits + step.head_s * head[self.far])
 

@@ -37,6 +37,8 @@ FEW_PLACEMENTS = 600
 """No more sets of whole matrices than this are all tried."""
 LARGER_BUFFERS = 4
 """Larger buffers tried where layers are few, evenly spread over all that fit."""
+SINGLE_BUFFERS = 16
+"""The same where there is a single one: the larger, the fewer layers wait for it."""
 
 
 Stream = Literal["layer", "matrix"]
@@ -240,7 +242,7 @@ class Rounding:
         fitting = self._buffers[need <= budget]
         if (self.model.num_layers > FEW_LAYERS and depth) or len(fitting) <= BUFFER_SIZES_TRIED:
             return [int(size) for size in fitting[:BUFFER_SIZES_TRIED]]
-        larger = np.linspace(BUFFER_SIZES_TRIED, len(fitting) - 1, LARGER_BUFFERS).round().astype(int)
+        larger = np.linspace(BUFFER_SIZES_TRIED, len(fitting) - 1, LARGER_BUFFERS if depth else SINGLE_BUFFERS).round().astype(int)
         return [int(size) for size in fitting[[*range(BUFFER_SIZES_TRIED), *sorted(set(larger.tolist()))]]]
 
     def _fill(

@@ -15,7 +15,7 @@ from lmoffload_solver.program import Choices, Program, ProgramStep, WeightClass
 
 STEPS = (ProgramStep("0.0", 1.0, 30.0, 0.0, False, 1.0, 0.0), ProgramStep("0.1", 10.0, 2.0, 0.0, False, 0.1, 0.0))
 NO_SIZES = np.zeros(0), np.zeros(0)
-LAYERS, HEAD = Layers(10, 1000, 100, False, NO_SIZES, 10.0, 0.01, 0.01, 1.0), Head(200, 2.0, 1.0)
+LAYERS, HEAD = Layers(10, 1000, 100, False, NO_SIZES, 10.0, 0.01, 0.01, 1.0), Head(200, 0.0, 0.0)
 
 
 def make_choices(memory: int, *, depth: int = 1, contention: Contention | None = None, weights: int | None = None) -> Choices:
@@ -55,7 +55,7 @@ def test_the_users_limit_binds_in_its_own_row() -> None:
 def test_rows_are_named() -> None:
     rows = set(Program(make_choices(600, depth=0, contention=Contention(1.1, 1.2), weights=500)).rows)
     placed = {"placed.attention", "placed.mlp", "placed.head"}
-    steps = {f"{family}.{step.name}" for family in ("read", "busy", "serial", "head") for step in STEPS}
+    steps = {f"{family}.{step.name}" for family in ("read", "busy", "serial", "head", "pieces") for step in STEPS}
     assert rows == placed | steps | {"reader", "buffer", "capacity.host", "capacity.weights"}
 
 
@@ -96,6 +96,13 @@ def test_a_head_at_home_is_computed_in_one_go() -> None:
     solution = Program(replace(make_choices(800), classes=classes, steps=steps)).solve()
     assert solution is not None
     assert solution.total_s == pytest.approx(10 * (5 + 7 - 1))
+
+
+def test_a_head_that_streams_is_read_after_the_layers_but_for_the_ring() -> None:
+    """The head's 2 s of reading, less a second that two buffers of 50 bytes hold, come after the 30 s of the prefill's layers."""
+    solution = Program(replace(make_choices(600), head=Head(200, 2.0, 1.0))).solve()
+    assert solution is not None
+    assert solution.total_s == pytest.approx(31 + 10 * 7)
 
 
 def test_whole_matrices_by_hand() -> None:
