@@ -89,8 +89,9 @@ def _torch() -> tuple[str | None, int | None, tuple[str, ...]]:
     try:
         import torch
 
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return None, torch.get_num_threads(), tuple(torch.cuda.get_device_name(number) for number in range(count))
+        from lmoffload.profiler.cuda_names import device_names
+
+        return None, torch.get_num_threads(), device_names()
     except Exception as error:  # a broken installation may raise anything, and to say so is what this is for
         return " ".join(str(error).split()) or type(error).__name__, None, ()
 
