@@ -41,7 +41,9 @@ def optimality(count: int, of: Any) -> dict[str, float]:
         else:
             loss = found.simulated.total_s / best - 1
             worst = max(worst, loss)
-            worse += abs(loss) > SAME or abs(search.bound_s / found.simulated.total_s - 1) > SAME
+            if abs(loss) > SAME or abs(search.bound_s / found.simulated.total_s - 1) > SAME:
+                worse += 1
+                print(f"seed {seed}: slower by {loss:.3%}, bound {search.bound_s:.6g} of {found.simulated.total_s:.6g} s", flush=True)
             compared += 1
         seed += 1
     return {"instances": compared, "infeasible": infeasible, "plans_tried": tried, "broken": worse, "worst_loss": worst}
