@@ -12,16 +12,22 @@ from tests.solver.host_instances import CHANGES, brute_force, larger_instance, m
 SAME = 1e-9
 
 
-@pytest.mark.parametrize("seed", [1, 3, 7, 12])
+@pytest.mark.parametrize("seed", [2, 4, 8, 9, 10])
 def test_the_search_finds_the_best_of_all_plans(seed: int) -> None:
     instance = random_instance(seed)
     search = instance.search()
     found, (best, tried) = search.run(), brute_force(instance)
-    assert (found is None) == (best is None)
-    if found is not None and best is not None:
-        assert tried > 0
-        assert found.simulated.total_s == pytest.approx(best, rel=SAME)
-        assert search.bound_s == pytest.approx(best, rel=SAME), "all placements were tried"
+    assert found is not None
+    assert tried > 500
+    assert found.simulated.total_s == pytest.approx(best, rel=SAME)
+    assert search.bound_s == pytest.approx(best, rel=SAME), "all placements were tried"
+
+
+def test_what_fits_nowhere_has_no_plan() -> None:
+    for seed in (5, 6):
+        instance = random_instance(seed)
+        assert brute_force(instance) == (None, 0)
+        assert instance.solved() is None
 
 
 def test_most_small_jobs_have_a_plan() -> None:
@@ -46,8 +52,8 @@ def test_what_is_left_unproven_of_larger_jobs_is_little() -> None:
         if found is not None:
             gaps.append(1 - search.bound_s / found.simulated.total_s)
     assert len(gaps) >= 3
-    assert statistics.median(gaps) < 0.03
-    assert max(gaps) < 0.07
+    assert statistics.median(gaps) < 0.01
+    assert max(gaps) < 0.05
 
 
 def test_duals_are_what_a_little_more_gives() -> None:
