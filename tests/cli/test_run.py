@@ -201,7 +201,8 @@ def test_wrong_values_are_one_sentence(call: Call, profiled: Path, model: Path, 
 def test_interrupted_runs_keep_what_is_finished(profiled: Path, model: Path, how: signal.Signals) -> None:
     command = [sys.executable, "-m", "lmoffload", "run", str(model), "--num-prompts", "500", "--prompt-len", "20", "--gen-len", "20"]
     batches = ["--micro-batch", "1", "--num-micro-batches", "1", "--output", "out.jsonl"]
-    with subprocess.Popen([*command, *batches], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+    asked = ["env", "--default-signal", *command, *batches]  # in a shell's background job Ctrl-C is ignored, and that is handed on
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         output = Path("out.jsonl")
         while process.poll() is None and (not output.exists() or not output.read_text(encoding="utf-8").count("\n")):
             time.sleep(0.02)
