@@ -2,15 +2,18 @@
 
 To wake a sleeping thread, and to take Python's lock for every job, costs as much as a product of one row with a small matrix. So a thread
 that has nothing to do looks at the board for about a millisecond before it sleeps, and the calls on it are taken one by one, in compiled
-code, by the leader and by whoever looks.
+code, by the leader and by whoever looks. Calls come in stages: those of a stage begin when the stage before has ended, without Python too.
 
 The board is words of 8 bytes: NEXT the call to be taken next, COUNT of calls, ENTRY the function, ARGUMENTS where those of the first call
-lie, STRIDE to the next one's, in bytes; on a cache line of its own ACTIVE, how many helpers are about to take calls. The leader changes
-what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that comes late finds nothing, and nobody waits for it.
+lie, STRIDE to the next one's, in bytes; on a cache line of its own ACTIVE, how many helpers are about to take calls; on another BUSY, whether
+stages are under way. The leader changes what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that comes late
+finds nothing, and nobody waits for it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +23,16 @@ from typing import NamedTuple
 import torch
 from llvmlite import ir
 
-from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, V, host_machine
+from lmoffload.kernels.code import ADDRESS, I32, I64, Code, Compiled, V, host_machine
 
-NEXT, COUNT, ENTRY, ARGUMENTS, STRIDE, ACTIVE, WORDS = 0, 1, 2, 3, 4, 8, 16
+NEXT, COUNT, ENTRY, ARGUMENTS, STRIDE, ACTIVE, BUSY, WORDS = 0, 1, 2, 3, 4, 8, 16, 24
+STAGE_ENTRY, STAGE_ARGUMENTS, STAGE_STRIDE, STAGE_COUNT, STAGE_END_NS, STAGE_WORDS = 0, 1, 2, 3, 4, 5
+"""Words of a stage in memory; the leader writes when it ended."""
 NOTHING = 1 << 40
 LOOKS = 40_000
 """How often a helper looks before it sleeps: some 50 nanoseconds each with x86's pause."""
 PATIENCE = 2_000
-"""How often the leader looks before it lets others have its core."""
+"""How often it looks, or the leader does, before it lets others have its core."""
 
 
 class Call(NamedTuple):
@@ -45,26 +50,36 @@ class Board:
     """One leader writes calls on it, and takes part; any number of helpers look at it."""
 
     def __init__(self) -> None:
-        self._words = torch.zeros(WORDS, dtype=torch.int64)
+        memory = torch.zeros(WORDS, dtype=torch.int64)
+        self.address = memory.data_ptr()
+        self._memory, self._words = memory, (ctypes.c_int64 * WORDS).from_address(self.address)
         self._words[NEXT] = NOTHING
-        self.address = self._words.data_ptr()
 
     @property
-    def has_calls(self) -> bool:
-        """Whether there are calls that nobody has taken."""
-        return bool(self._words[NEXT] < self._words[COUNT])
+    def is_busy(self) -> bool:
+        """Whether there are calls, or may be soon."""
+        return bool(self._words[BUSY])
 
-    def lead(self, calls: Sequence[Call], rouse: Callable[[], None]) -> None:
-        """Run all calls, of one function; all have ended when this returns. GIL released.
+    def lead(self, stages: Sequence[Sequence[Call]], rouse: Callable[[], None]) -> list[float]:
+        """Run all calls, stage by stage, each of one function; all have ended when this returns. GIL released.
 
-        rouse: called when the calls stand on the board, to wake those who sleep.
+        rouse: called when the board is busy, to wake those who sleep.
+
+        Returns:
+            `time.monotonic` at the end of each stage.
         """
-        assert len({call.entry for call in calls}) == 1, "calls of one function"
-        arguments = array("q", [word for call in calls for word in call.arguments])
-        place, size = arguments.buffer_info()
-        functions().post(self.address, calls[0].entry, place, 8 * size // len(calls), len(calls))
+        words = array("q", [word for calls in stages for call in calls for word in call.arguments])
+        place, table = words.buffer_info()[0], array("q")
+        for calls in stages:
+            entry, arguments, _ = calls[0]
+            assert all(call.entry == entry for call in calls), "calls of one function"
+            size = 8 * len(arguments)
+            table.extend((entry, place, size, len(calls), 0))
+            place += size * len(calls)
+        self._words[BUSY] = 1
         rouse()
-        functions().lead(self.address)
+        functions().lead(self.address, table.buffer_info()[0], len(stages))
+        return [1e-9 * end for end in table[STAGE_END_NS::STAGE_WORDS]]
 
     def help(self, summons: int) -> bool:
         """Take calls until the word at `summons` is not 0 (True), or nothing was there for a while (False). GIL released."""
@@ -75,10 +90,9 @@ class Board:
 class Functions:
     """Compiled.
 
-    post(board, entry, arguments, stride, count); lead(board); help(board, summons, looks): the word at summons.
+    lead(board, stages, count); help(board, summons, looks): the word at summons.
     """
 
-    post: Callable[..., None]
     lead: Callable[..., None]
     help: Callable[..., int]
 
@@ -88,7 +102,7 @@ def functions() -> Functions:
     """The compiled functions, compiled at the first call."""
     module = ir.Module("lmoffload_board")
     take = _emit_take(module)
-    emitted = _emit_post(module), _emit_lead(module, take), _emit_help(module, take)
+    emitted = _emit_lead(module, _emit_stage(module, take)), _emit_help(module, take)
     compiled = Compiled(module)
     return Functions(*(compiled.function(code) for code in emitted))
 
@@ -110,10 +124,20 @@ def _set(code: Code, board: V, word: int, value: V) -> None:
     code.b.atomic_rmw("xchg", code.at(board, 8 * word), value, "seq_cst")
 
 
-def _pause(code: Code) -> None:
-    """Leave the core's other work, or its clock, some room."""
+def _pause(code: Code, looks: V) -> None:
+    """Leave the core's other work, or its clock, some room; who has looked often before lets others have the core."""
     if host_machine().is_x86:
         code.known("llvm.x86.sse2.pause", ir.VoidType())
+    with code.when(code.b.icmp_signed(">", looks, code.whole(PATIENCE))):
+        code.known("sched_yield", I32)
+
+
+def _now_ns(code: Code) -> V:
+    """The clock of `time.monotonic`."""
+    place = code.scratch(16)
+    code.known("clock_gettime", I32, ir.Constant(I32, time.CLOCK_MONOTONIC), place)
+    seconds, rest = (code.load(I64, code.at(place, offset)) for offset in (0, 8))
+    return code.b.add(code.b.mul(seconds, code.whole(10**9)), rest)
 
 
 def _emit_take(module: ir.Module) -> Code:
@@ -135,21 +159,18 @@ def _emit_take(module: ir.Module) -> Code:
     return code.end()
 
 
-def _emit_post(module: ir.Module) -> Code:
-    code = Code(module, host_machine(), "post", [ADDRESS, I64, I64, I64, I64])
-    board, entry, arguments, stride, count = code.arguments
-    for word, value in ((COUNT, count), (ENTRY, entry), (ARGUMENTS, arguments), (STRIDE, stride), (NEXT, code.whole(0))):
-        _set(code, board, word, value)
-    return code.end()
-
-
-def _emit_lead(module: ir.Module, take: Code) -> Code:
-    code = Code(module, host_machine(), "lead", [ADDRESS])
-    board = code.arguments[0]
+def _emit_stage(module: ir.Module, take: Code) -> Code:
+    """stage(board, stage): post its calls, take part, and wait until all have ended."""
+    code = Code(module, host_machine(), "stage", [ADDRESS, ADDRESS], internal=True)
+    board, stage = code.arguments
+    parts = (COUNT, STAGE_COUNT), (ENTRY, STAGE_ENTRY), (ARGUMENTS, STAGE_ARGUMENTS), (STRIDE, STAGE_STRIDE)
+    for word, part in parts:
+        _set(code, board, word, code.load(I64, code.at(stage, 8 * part)))
+    _set(code, board, NEXT, code.whole(0))
     code.call(take, board)
     _set(code, board, NEXT, code.whole(NOTHING))
     b = code.b
-    head, waiting, yielding, again, after = (code.function.append_basic_block() for _ in range(5))
+    head, waiting, after = (code.function.append_basic_block() for _ in range(3))
     before = b.block
     b.branch(head)
     b.position_at_end(head)
@@ -157,16 +178,20 @@ def _emit_lead(module: ir.Module, take: Code) -> Code:
     looks.add_incoming(code.whole(0), before)
     b.cbranch(b.icmp_signed("==", _word(code, board, ACTIVE), code.whole(0)), after, waiting)
     b.position_at_end(waiting)
-    _pause(code)
-    more = b.add(looks, code.whole(1))
-    b.cbranch(b.icmp_signed(">", more, code.whole(PATIENCE)), yielding, again)
-    b.position_at_end(yielding)
-    code.known("sched_yield", ir.IntType(32))
-    b.branch(again)
-    b.position_at_end(again)
-    looks.add_incoming(more, again)
+    _pause(code, looks)
+    looks.add_incoming(b.add(looks, code.whole(1)), b.block)
     b.branch(head)
     b.position_at_end(after)
+    code.store(_now_ns(code), code.at(stage, 8 * STAGE_END_NS))
+    return code.end()
+
+
+def _emit_lead(module: ir.Module, stage: Code) -> Code:
+    code = Code(module, host_machine(), "lead", [ADDRESS, ADDRESS, I64])
+    board, stages, count = code.arguments
+    size = code.whole(8 * STAGE_WORDS)
+    code.each(code.whole(0), count, 1, lambda index: code.call(stage, board, code.row(stages, index, size)))
+    _set(code, board, BUSY, code.whole(0))
     return code.end()
 
 
@@ -192,8 +217,8 @@ def _emit_help(module: ir.Module, take: Code) -> Code:
     looks.add_incoming(code.whole(0), b.block)
     b.branch(head)
     b.position_at_end(idle)
-    _pause(code)
-    looks.add_incoming(b.add(looks, code.whole(1)), idle)
+    _pause(code, looks)
+    looks.add_incoming(b.add(looks, code.whole(1)), b.block)
     b.branch(head)
     b.position_at_end(after)
     b.ret(called)

@@ -41,7 +41,7 @@ class IntegerKernels:
 
     pack(x, x_row, m, target, packed_row, k): quantize activations (`tokens`).
     product(tiles, tile_bytes, num_tiles, packed, packed_row, m, out, out_row, k): whole tiles.
-    entry: the address of the same for a `board.Call`.
+    entry, pack_entry: the addresses of the same for a `board.Call`.
     block_rows: rows may be packed and multiplied apart where the first is a multiple of this.
     packed_multiple: there is room for a multiple of so many packed rows.
     """
@@ -49,6 +49,7 @@ class IntegerKernels:
     pack: Callable[..., None]
     product: Callable[..., None]
     entry: int
+    pack_entry: int
     block_rows: int
     packed_multiple: int
 
@@ -74,9 +75,10 @@ def compile_integer(format_name: str, machine: Machine) -> IntegerKernels:
     else:
         pack = emit_pack(module, machine, group, sizes, shifted=machine.dots == "vnni" and not nibbles, real=nibbles)
         Product(code, machine, group, nibbles).emit(sizes)
-    entry = emit_entry(code)
+    entry, pack_entry = emit_entry(code), emit_entry(pack)
     compiled = Compiled(module)
-    return IntegerKernels(compiled.function(pack), compiled.function(code), compiled.address(entry), sizes[0], sizes[-1])
+    entries = compiled.address(entry), compiled.address(pack_entry)
+    return IntegerKernels(compiled.function(pack), compiled.function(code), *entries, sizes[0], sizes[-1])
 
 
 @dataclass(frozen=True)

@@ -85,12 +85,17 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     chosen.prepare(matrix)
     rows = x.shape[0]
     ranges = row_ranges(matrix.n, chosen.unit(matrix.n, matrix.k), matrix.k * rows, pool.threads)
-    padded = x if rows >= chosen.least_rows else torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
+    padded = x
+    if rows < chosen.least_rows:
+        pool.settle()
+        padded = torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
     out = pages.empty(padded.shape[0], matrix.n)
     ready = chosen.activations(padded, matrix, pool)
     pool.run(chosen.jobs(ready, matrix, ranges, out))
     if padded is not x:
         out = out[:rows]
+    if matrix.row_order is not None or bias is not None:
+        pool.settle()
     if matrix.row_order is not None:
         out = out.index_select(1, matrix.row_order)
     return out if bias is None else out.add_(bias)

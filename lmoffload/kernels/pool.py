@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from lmoffload.kernels.board import Board, Call
 
 Job = Callable[[], object] | Call
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -36,7 +39,7 @@ class Pool:
 
     `Call`s, of one function, come first and run without Python (`board`). The caller takes part, so that a pool of one costs nothing and
     a wake-up less is paid otherwise. While jobs run, torch's own threads are 1 in the workers and in the caller: the kernels' bits rest on
-    serial products.
+    serial products. Many short runs in a row may be put off and done `together`.
 
     Args:
         threads: at least 1.
@@ -51,15 +54,25 @@ class Pool:
         self._owner: int | None = None
         self._closed = False
         self._board = Board()
+        self._together: int | None = None
+        """The thread whose runs are put off."""
+        self._stages: list[Sequence[Call]] = []
+        self._marks: list[_Mark] = []
         self._workers = [_Worker(self._board, None if cores is None else cores[i]) for i in range(1, threads)]
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run every job, each on one of the threads; all have ended when this returns.
+        """Run every job, each on one of the threads; all have ended when this returns, but within `together`.
 
         Jobs are handed out in order as threads become free. They must not call `run` of the same pool. After an exception no further
         job is begun, and the first exception is raised here.
         """
         assert self._owner != threading.get_ident(), "a job called run() of the pool that runs it"
+        if self._together is not None and self._together == threading.get_ident():
+            calls = [job for job in jobs if isinstance(job, Call)]
+            if len(calls) == len(jobs):
+                self._stages += [calls] if calls else []
+                return
+            self.settle()
         with self._running:
             assert not self._closed, "the pool is closed"
             self._owner = threading.get_ident()
@@ -69,10 +82,49 @@ class Pool:
             finally:
                 self._owner = None
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Within, this thread's runs that are all `Call`s are put off and done in one go, in order, each when the one before has ended: at
+        the end, at `settle`, or before any other run. What they write must not be read before. Where the block raises they are dropped."""
+        if self._together is not None:
+            yield
+            return
+        self._together = threading.get_ident()
+        try:
+            yield
+            self.settle()
+        finally:
+            self._together, self._stages, self._marks = None, [], []
+
+    def settle(self) -> None:
+        """Do what was put off."""
+        stages, marks, self._stages, self._marks = self._stages, self._marks, [], []
+        if not stages:
+            return
+        with self._running:
+            assert not self._closed, "the pool is closed"
+            ends = [time.monotonic()]
+            ends += self._board.lead(stages, partial(self._rouse, max(map(len, stages)) - 1))
+        for mark in marks:
+            mark.tell(mark.written_s + ends[mark.end] - ends[mark.first])
+
+    def timed(self, work: Callable[[], Result], tell: Callable[[float], None]) -> Result:
+        """What `work` returns; `tell` hears the seconds that it and its runs take, when they are over."""
+        stages, first, begin_s = self._stages, len(self._stages), time.perf_counter()
+        result = work()
+        seconds = time.perf_counter() - begin_s
+        if self._stages is not stages:  # they were settled in between
+            first = 0
+        if len(self._stages) > first:
+            self._marks.append(_Mark(first, len(self._stages), seconds, tell))
+        else:
+            tell(seconds)
+        return result
+
     def _run(self, jobs: Sequence[Job]) -> None:
         calls = [job for job in jobs if isinstance(job, Call)]
         if calls:
-            self._board.lead(calls, partial(self._rouse, len(calls) - 1))
+            self._board.lead([calls], partial(self._rouse, len(calls) - 1))
         if len(calls) < len(jobs):
             self._run_python([job for job in jobs if not isinstance(job, Call)])
 
@@ -118,6 +170,16 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class _Mark(NamedTuple):
+    """Stages first..end were put off by a piece of work that is timed."""
+
+    first: int
+    end: int
+    written_s: float
+    """What it took beside them."""
+    tell: Callable[[float], None]
 
 
 class Scratch(threading.local):
@@ -200,7 +262,7 @@ class _Worker:
         while True:
             while not self._board.help(place):
                 self._asleep = True
-                if not (self._summons[0] or self._board.has_calls):  # since it looked: whoever came then may not have seen it asleep
+                if not (self._summons[0] or self._board.is_busy):  # since it looked: whoever came then may not have seen it asleep
                     self._wake.get()
                 self._asleep = False
             self._summons[0] = 0

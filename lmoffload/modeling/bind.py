@@ -93,7 +93,7 @@ def bind(
     _move_buffers(model, runtime.processor.device)
     bind_rotary(model, runtime)
     if runtime.processor.pool is not None:  # a device has torch's operators
-        bind_elementwise(model, runtime.processor.pool)
+        bind_elementwise(model, runtime.processor.pool, layers_are_whole=not part_units)
     model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction

@@ -36,9 +36,11 @@ class BoundLinear(nn.Module):
         rows, batch = x.reshape(-1, x.shape[-1]), self.runtime.batch
         real = rows if batch is None else rows[: batch.segments[-1][1]]
         if self.runtime.observe is not None and batch is not None:
+            self.runtime.settle()
             self.runtime.observe(self.name, real)
         out = self.runtime.product(real, matrix, self.bias)
         if real.shape[0] < rows.shape[0]:  # padding costs a copy, and no product: torch's elementwise loops need it, nobody reads it
+            self.runtime.settle()
             out = torch.nn.functional.pad(out, (0, 0, 0, rows.shape[0] - real.shape[0]))
         return out.view(*x.shape[:-1], matrix.n)
 
