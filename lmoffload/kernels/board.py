@@ -46,6 +46,29 @@ class Call(NamedTuple):
     """What the addresses point into."""
 
 
+class Program:
+    """Calls in memory, as they are read from the board: stages, each of one function."""
+
+    def __init__(self, stages: Sequence[Sequence[Call]]) -> None:
+        self._keeps = [call.keeps for calls in stages for call in calls]
+        self._words, self._table = array("q", [word for calls in stages for call in calls for word in call.arguments]), array("q")
+        place = self._words.buffer_info()[0]
+        for calls in stages:
+            entry, arguments, _ = calls[0]
+            assert all(call.entry == entry for call in calls), "calls of one function"
+            size = 8 * len(arguments)
+            self._table.extend((entry, place, size, len(calls), 0))
+            place += size * len(calls)
+        self.address, self.num_stages = self._table.buffer_info()[0], len(stages)
+        self.most_calls = max(map(len, stages))
+        """Of a stage."""
+
+    @property
+    def ends_s(self) -> list[float]:
+        """`time.monotonic` at the end of each stage, the last time."""
+        return [1e-9 * end for end in self._table[STAGE_END_NS::STAGE_WORDS]]
+
+
 class Board:
     """One leader writes calls on it, and takes part; any number of helpers look at it."""
 
@@ -60,26 +83,14 @@ class Board:
         """Whether there are calls, or may be soon."""
         return bool(self._words[BUSY])
 
-    def lead(self, stages: Sequence[Sequence[Call]], rouse: Callable[[], None]) -> list[float]:
-        """Run all calls, stage by stage, each of one function; all have ended when this returns. GIL released.
+    def lead(self, program: Program, rouse: Callable[[int], None]) -> None:
+        """Run all calls, stage by stage; all have ended when this returns. GIL released.
 
-        rouse: called when the board is busy, to wake those who sleep.
-
-        Returns:
-            `time.monotonic` at the end of each stage.
+        rouse: called when the board is busy, to wake that many of those who sleep.
         """
-        words = array("q", [word for calls in stages for call in calls for word in call.arguments])
-        place, table = words.buffer_info()[0], array("q")
-        for calls in stages:
-            entry, arguments, _ = calls[0]
-            assert all(call.entry == entry for call in calls), "calls of one function"
-            size = 8 * len(arguments)
-            table.extend((entry, place, size, len(calls), 0))
-            place += size * len(calls)
         self._words[BUSY] = 1
-        rouse()
-        functions().lead(self.address, table.buffer_info()[0], len(stages))
-        return [1e-9 * end for end in table[STAGE_END_NS::STAGE_WORDS]]
+        rouse(program.most_calls - 1)
+        functions().lead(self.address, program.address, program.num_stages)
 
     def help(self, summons: int) -> bool:
         """Take calls until the word at `summons` is not 0 (True), or nothing was there for a while (False). GIL released."""

@@ -40,7 +40,7 @@ class Int8Dot:
         """x fp32 [M, K] packed: uint8 [M, packed_row_bytes]."""
         kernels, (rows, k) = _kernels(x, matrix), x.shape
         room = -(-rows // kernels.packed_multiple) * kernels.packed_multiple
-        packed = torch.empty(room, packed_row_bytes(k, QUANTIZED[matrix.format].block_elements), dtype=torch.uint8)[:rows]
+        packed = pool.empty(room, packed_row_bytes(k, QUANTIZED[matrix.format].block_elements), dtype=torch.uint8)[:rows]
         together, keeps = _whole_blocks(JOB_ACTIVATIONS // k, kernels.block_rows), (x, packed)
         source, target, packed_row = x.data_ptr(), packed.data_ptr(), packed.shape[1]
         pool.run(

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from lmoffload.kernels import pages
+from lmoffload.kernels.elementwise import add_to_rows
 from lmoffload.kernels.fused import FusedDot
 from lmoffload.kernels.int8_dot import Int8Dot
 from lmoffload.kernels.matrix import Matrix, reference_widen
@@ -89,16 +89,15 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     if rows < chosen.least_rows:
         pool.settle()
         padded = torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
-    out = pages.empty(padded.shape[0], matrix.n)
+    out = pool.empty(padded.shape[0], matrix.n)
     ready = chosen.activations(padded, matrix, pool)
     pool.run(chosen.jobs(ready, matrix, ranges, out))
     if padded is not x:
         out = out[:rows]
-    if matrix.row_order is not None or bias is not None:
-        pool.settle()
     if matrix.row_order is not None:
+        pool.settle()
         out = out.index_select(1, matrix.row_order)
-    return out if bias is None else out.add_(bias)
+    return out if bias is None else add_to_rows(out, bias, pool)
 
 
 @lru_cache(maxsize=1024)

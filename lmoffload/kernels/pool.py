@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
-from lmoffload.kernels.board import Board, Call
+from lmoffload.kernels import pages
+from lmoffload.kernels.board import Board, Call, Program
+from lmoffload.kernels.runs import Later, Mark, Rooms, Runs
 
 Job = Callable[[], object] | Call
 Result = TypeVar("Result")
@@ -39,7 +40,7 @@ class Pool:
 
     `Call`s, of one function, come first and run without Python (`board`). The caller takes part, so that a pool of one costs nothing and
     a wake-up less is paid otherwise. While jobs run, torch's own threads are 1 in the workers and in the caller: the kernels' bits rest on
-    serial products. Many short runs in a row may be put off and done `together`.
+    serial products. Many short runs in a row may be done `together`.
 
     Args:
         threads: at least 1.
@@ -54,10 +55,7 @@ class Pool:
         self._owner: int | None = None
         self._closed = False
         self._board = Board()
-        self._together: int | None = None
-        """The thread whose runs are put off."""
-        self._stages: list[Sequence[Call]] = []
-        self._marks: list[_Mark] = []
+        self._later: Later | None = None
         self._workers = [_Worker(self._board, None if cores is None else cores[i]) for i in range(1, threads)]
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -67,10 +65,8 @@ class Pool:
         job is begun, and the first exception is raised here.
         """
         assert self._owner != threading.get_ident(), "a job called run() of the pool that runs it"
-        if self._together is not None and self._together == threading.get_ident():
-            calls = [job for job in jobs if isinstance(job, Call)]
-            if len(calls) == len(jobs):
-                self._stages += [calls] if calls else []
+        if self._later is not None and self._later.thread == threading.get_ident():
+            if self._later.take(jobs):
                 return
             self.settle()
         with self._running:
@@ -82,49 +78,65 @@ class Pool:
             finally:
                 self._owner = None
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Within, this thread's runs that are all `Call`s are put off and done in one go, in order, each when the one before has ended: at
-        the end, at `settle`, or before any other run. What they write must not be read before. Where the block raises they are dropped."""
-        if self._together is not None:
-            yield
-            return
-        self._together = threading.get_ident()
+    def together(self, work: Callable[[], Result], rooms: Rooms) -> tuple[Result, Runs | None]:
+        """What `work` returns. Its runs that are all `Call`s are done in one go, in order, each when the one before has ended: at the end,
+        at `settle`, or before any other run. What they write must not be read before, nor what they read be changed.
+
+        rooms: where `empty` finds room for this work.
+
+        Returns:
+            The result, and the runs, for `again`; None where there was more than runs, so that doing them again would not be the same.
+        """
+        assert self._later is None, "work within work"
+        later = self._later = Later(threading.get_ident(), rooms)
         try:
-            yield
-            self.settle()
+            result = work()
+            runs, later.stages, later.marks = Runs(later.stages, later.marks), [], []
         finally:
-            self._together, self._stages, self._marks = None, [], []
+            self._later = None
+        self.again(runs)
+        return result, None if later.was_settled else runs
+
+    def again(self, runs: Runs) -> None:
+        """Do what was done `together` once more, with what is in the same places now."""
+        ends_s = [time.monotonic()]
+        if runs.program is not None:
+            with self._running:
+                assert not self._closed, "the pool is closed"
+                self._board.lead(runs.program, self._rouse)
+            ends_s += runs.program.ends_s
+        for mark in runs.marks:
+            mark.tell(mark.done_s + ends_s[mark.end] - ends_s[mark.first])
 
     def settle(self) -> None:
-        """Do what was put off."""
-        stages, marks, self._stages, self._marks = self._stages, self._marks, [], []
-        if not stages:
-            return
-        with self._running:
-            assert not self._closed, "the pool is closed"
-            ends = [time.monotonic()]
-            ends += self._board.lead(stages, partial(self._rouse, max(map(len, stages)) - 1))
-        for mark in marks:
-            mark.tell(mark.written_s + ends[mark.end] - ends[mark.first])
+        """Do what was put off: what follows reads it, or changes it, otherwise than in a run."""
+        if (later := self._later) is not None and later.thread == threading.get_ident():
+            runs, later.stages, later.marks, later.was_settled = Runs(later.stages, later.marks), [], [], True
+            self.again(runs)
 
     def timed(self, work: Callable[[], Result], tell: Callable[[float], None]) -> Result:
-        """What `work` returns; `tell` hears the seconds that it and its runs take, when they are over."""
-        stages, first, begin_s = self._stages, len(self._stages), time.perf_counter()
+        """What `work` returns; `tell` hears the seconds that it takes, or those of its runs where they are put off."""
+        later, begin_s = self._later, time.perf_counter()
+        stages = [] if later is None else later.stages
+        first = len(stages)
         result = work()
         seconds = time.perf_counter() - begin_s
-        if self._stages is not stages:  # they were settled in between
-            first = 0
-        if len(self._stages) > first:
-            self._marks.append(_Mark(first, len(self._stages), seconds, tell))
-        else:
+        if later is None:
             tell(seconds)
+        elif later.stages is stages:
+            later.marks.append(Mark(first, len(stages), 0.0, tell))
+        else:  # some of it is done
+            later.marks.append(Mark(0, len(later.stages), seconds, tell))
         return result
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Room for what a run writes, contents undefined. Whole rows are written where the first dimension is rows."""
+        return pages.empty(*shape, dtype=dtype) if self._later is None else self._later.rooms.take(shape, dtype)
 
     def _run(self, jobs: Sequence[Job]) -> None:
         calls = [job for job in jobs if isinstance(job, Call)]
         if calls:
-            self._board.lead([calls], partial(self._rouse, len(calls) - 1))
+            self._board.lead(Program([calls]), self._rouse)
         if len(calls) < len(jobs):
             self._run_python([job for job in jobs if not isinstance(job, Call)])
 
@@ -170,16 +182,6 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-class _Mark(NamedTuple):
-    """Stages first..end were put off by a piece of work that is timed."""
-
-    first: int
-    end: int
-    written_s: float
-    """What it took beside them."""
-    tell: Callable[[float], None]
 
 
 class Scratch(threading.local):

@@ -16,6 +16,7 @@ from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
 from lmoffload.modeling.elementwise import bind_elementwise
 from lmoffload.modeling.experts import BoundExperts
 from lmoffload.modeling.linear import BoundHead, BoundLinear, BoundWeight
+from lmoffload.modeling.recorder import Recorder
 from lmoffload.modeling.rotary import bind_rotary
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
@@ -93,7 +94,7 @@ def bind(
     _move_buffers(model, runtime.processor.device)
     bind_rotary(model, runtime)
     if runtime.processor.pool is not None:  # a device has torch's operators
-        bind_elementwise(model, runtime.processor.pool, layers_are_whole=not part_units)
+        bind_elementwise(model, runtime.processor.pool, None if part_units else Recorder(runtime, runtime.processor.pool))
     model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction

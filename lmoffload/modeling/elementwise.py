@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Set
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,21 +12,22 @@ from torch import nn
 from lmoffload.kernels.elementwise import add, elementwise_kernels, rms_norm, rotate, silu_gate
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.attention import packed_attention
+from lmoffload.modeling.recorder import Recorder
 
 Forward = Callable[..., Any]
 
 FEW_TOKENS = 64
-"""Tokens up to which a layer is computed in few pieces: then its handing over counts, and what it keeps meanwhile is small."""
+"""Tokens up to which a layer's way is recorded: then handing over counts, and what is kept is small."""
 
 
-def bind_elementwise(model: nn.Module, pool: Pool, *, layers_are_whole: bool) -> None:
+def bind_elementwise(model: nn.Module, pool: Pool, recorder: Recorder | None = None) -> None:
     """Have every module that computes what one of Llama's does compute it by kernels of ours.
 
     Transformers repeats the code of these modules in the files of most families: the code that runs decides, not a class's name.
 
     Args:
-        layers_are_whole: nobody else computes between two products of a layer; few tokens then go through it with as few stops as possible
-            (`Pool.together`).
+        recorder: keeps how few tokens go through each layer, where nobody else computes between two products of a layer; None: nothing is
+            kept.
     """
     from transformers.activations import SiLUActivation
     from transformers.models.llama import modeling_llama as llama
@@ -39,7 +39,7 @@ def bind_elementwise(model: nn.Module, pool: Pool, *, layers_are_whole: bool) ->
         elif _computes_as(module, llama.LlamaMLP) and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
             module.forward = _gated(module, pool)
         elif _computes_as(module, llama.LlamaDecoderLayer):
-            module.forward = _summed(module, pool, bound if layers_are_whole else set())
+            module.forward = _summed(module, pool, bound if recorder else set(), recorder)
         elif _computes_as(module, llama.LlamaAttention) and _code(_forward(module).__globals__[rotary.__name__]) == _code(rotary):
             module.forward = _attended(module, pool)
         else:
@@ -77,30 +77,44 @@ def _gated(module: Any, pool: Pool) -> Forward:
 
 def _attended(module: Any, pool: Pool) -> Forward:
     def forward(hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any) -> Any:
-        shape = (hidden_states.shape[1], -1, module.head_dim)
-        query, key, value = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
-        cosines, sines = (part[0] for part in position_embeddings)
-        rotate((query, key), cosines, sines, pool)
-        pool.settle()
-        query, key, value = (heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value))
-        out, weights = packed_attention(module, query, key, value, None, scaling=module.scaling)
-        return module.o_proj(out.reshape(1, shape[0], -1)), weights
+        heads = _heads(module, hidden_states, *position_embeddings, pool)
+        out, weights = packed_attention(module, *heads, None, scaling=module.scaling)
+        return module.o_proj(out.reshape(1, hidden_states.shape[1], -1)), weights
 
     return forward
 
 
-def _summed(module: Any, pool: Pool, ours: Set[nn.Module]) -> Forward:
-    """ours: the modules whose forwards write with kernels of ours what kernels of ours read."""
+def _heads(module: Any, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, pool: Pool) -> list[torch.Tensor]:
+    """Queries, keys and values of an attention module, [1, heads, T, D], turned by their positions."""
+    shape = (hidden_states.shape[1], -1, module.head_dim)
+    query, key, value = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+    rotate((query, key), cosines[0], sines[0], pool)
+    return [heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value)]
+
+
+def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder) -> Forward:
+    """ours: modules whose forwards run nothing but kernels of ours, products included."""
+    attention = module.self_attn
+
+    def finish(attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states = add(attended, hidden_states, pool)
+        return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, pool)
 
     def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
-        few = hidden_states.shape[1] <= FEW_TOKENS and {module.input_layernorm, module.post_attention_layernorm} <= ours
-        with pool.together() if few and module.self_attn in ours else nullcontext():
-            attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **options)
-            with pool.together() if few and module.mlp in ours else nullcontext():
-                hidden_states = add(attended, hidden_states, pool)
-                normed = module.post_attention_layernorm(hidden_states)
-                if module.mlp not in ours:
-                    pool.settle()
-                return add(module.mlp(normed), hidden_states, pool)
+        few = hidden_states.shape[1] <= FEW_TOKENS and {module.post_attention_layernorm, module.mlp} <= ours
+        if not few or not {module.input_layernorm, attention} <= ours:
+            attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
+            if not few:
+                return finish(attended, hidden_states)
+            with recorder.record(module, hidden_states.shape[1]) as record:
+                attended, hidden_states = record.take(attended, hidden_states)
+                return record.do(lambda: finish(attended, hidden_states)).clone()
+        with recorder.record(module, hidden_states.shape[1]) as record:
+            hidden_states, cosines, sines = record.take(hidden_states, *options["position_embeddings"])
+            heads = record.do(lambda: _heads(attention, module.input_layernorm(hidden_states), cosines, sines, pool))
+            out, _ = packed_attention(attention, *heads, None, scaling=attention.scaling)
+            (out,) = record.take(out)
+            flat = out.view(1, out.shape[1], -1)
+            return record.do(lambda: finish(attention.o_proj(flat), hidden_states)).clone()
 
     return forward

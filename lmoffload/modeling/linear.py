@@ -28,11 +28,16 @@ class BoundLinear(nn.Module):
         self.own = own
         self.unit = unit
 
+    @property
+    def matrix(self) -> Matrix:
+        """The weight as it lies now."""
+        return self.runtime.weights.matrix(self.name) if self.own is None else self.own
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N], in the processor's dtype."""
         if self.unit is not None:
             self.runtime.reach(self.unit)
-        matrix = self.runtime.weights.matrix(self.name) if self.own is None else self.own
+        matrix = self.matrix
         rows, batch = x.reshape(-1, x.shape[-1]), self.runtime.batch
         real = rows if batch is None else rows[: batch.segments[-1][1]]
         if self.runtime.observe is not None and batch is not None:

@@ -215,5 +215,5 @@ def _without_products(config: Any, pool: Pool) -> Any:
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.ones(parameter.shape), requires_grad=False))
-    bind_elementwise(model, pool, layers_are_whole=True)
+    bind_elementwise(model, pool)
     return model

@@ -19,7 +19,7 @@ def pool() -> Iterator[Pool]:
 
 def bound(family: str, pool: Pool):
     model = build_model(tiny_model(family, 2).config)
-    bind_elementwise(model, pool, layers_are_whole=True)
+    bind_elementwise(model, pool)
     return model
 
 
