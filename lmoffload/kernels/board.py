@@ -13,6 +13,7 @@ finds nothing, and nobody waits for it.
 from __future__ import annotations
 
 import ctypes
+import struct
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -41,9 +42,14 @@ class Call(NamedTuple):
     entry: int
     """Its address, of what `emit_entry` wrote."""
     arguments: tuple[int, ...]
-    """Whole numbers and addresses."""
+    """Whole numbers, addresses and `real_word`s."""
     keeps: tuple[torch.Tensor, ...]
     """What the addresses point into."""
+
+
+def real_word(value: float) -> int:
+    """The word of an argument that is an fp32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 class Program:
@@ -119,7 +125,7 @@ def functions() -> Functions:
 
 
 def emit_entry(code: Code) -> Code:
-    """Emit entry(arguments): a call of `code` with arguments from memory, 8 bytes each."""
+    """Emit entry(arguments): a call of `code` with arguments from memory, 8 bytes each; of an fp32 they are the first four."""
     entry = Code(code.module, host_machine(), f"{code.function.name}_entry", [ADDRESS])
     place = entry.arguments[0]
     kinds = code.function.function_type.args
