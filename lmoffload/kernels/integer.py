@@ -31,8 +31,8 @@ MANY_ROWS = 16
 FEW_ROWS = 2
 """Activation rows up to which a tile's bytes arrive no faster than they are used."""
 
-AHEAD_BYTES = 2048
-"""How far ahead they are asked for then."""
+AHEAD_BYTES = 4096
+"""How far ahead they are asked for then, into the second-level cache, which has more room for what is on its way than the first."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Product:
             here = code.row(tile, g, code.whole(self.group_bytes))
             if size <= FEW_ROWS:
                 for line in range(0, self.group_bytes, 64):
-                    code.prefetch_line(code.at(here, AHEAD_BYTES + line))
+                    code.prefetch_line(code.at(here, AHEAD_BYTES + line), level=2)
             beside = code.row(sums, g, code.whole(8 * size))
             dots = self._dots(code.at(here, self.head_bytes), code.row(packed, g, code.whole(self.group * size)), beside, size)
             reals = ir.VectorType(F32, code.width)

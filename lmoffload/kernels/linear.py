@@ -18,8 +18,8 @@ from lmoffload.kernels.pool import Job, Pool
 from lmoffload.kernels.tiles import TileProduct, steady_shape
 from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
-JOB_PRODUCTS = 1 << 20
-"""Products worth a job of their own: 20 to 100 microseconds, where waking a worker takes about 10."""
+JOB_PRODUCTS = 1 << 18
+"""Products worth a job of their own: with one row 5 to 20 microseconds of reading, where a thread that looks begins in one."""
 
 JOBS_PER_THREAD = 4
 """Jobs for each thread in large products, so that a thread that lost its core for a while does not hold up the others."""
