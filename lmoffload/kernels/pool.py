@@ -65,8 +65,8 @@ class Pool:
         job is begun, and the first exception is raised here.
         """
         assert self._owner != threading.get_ident(), "a job called run() of the pool that runs it"
-        if self._later is not None and self._later.thread == threading.get_ident():
-            if self._later.take(jobs):
+        if (later := self._mine) is not None:
+            if later.take(jobs):
                 return
             self.settle()
         with self._running:
@@ -110,13 +110,13 @@ class Pool:
 
     def settle(self) -> None:
         """Do what was put off: what follows reads it, or changes it, otherwise than in a run."""
-        if (later := self._later) is not None and later.thread == threading.get_ident():
+        if (later := self._mine) is not None:
             runs, later.stages, later.marks, later.was_settled = Runs(later.stages, later.marks), [], [], True
             self.again(runs)
 
     def timed(self, work: Callable[[], Result], tell: Callable[[float], None]) -> Result:
         """What `work` returns; `tell` hears the seconds that it takes, or those of its runs where they are put off."""
-        later, begin_s = self._later, time.perf_counter()
+        later, begin_s = self._mine, time.perf_counter()
         stages = [] if later is None else later.stages
         first = len(stages)
         result = work()
@@ -131,7 +131,12 @@ class Pool:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Room for what a run writes, contents undefined. Whole rows are written where the first dimension is rows."""
-        return pages.empty(*shape, dtype=dtype) if self._later is None else self._later.rooms.take(shape, dtype)
+        return pages.empty(*shape, dtype=dtype) if (later := self._mine) is None else later.rooms.take(shape, dtype)
+
+    @property
+    def _mine(self) -> Later | None:
+        """What this thread puts off, if it does."""
+        return self._later if self._later is not None and self._later.thread == threading.get_ident() else None
 
     def _run(self, jobs: Sequence[Job]) -> None:
         calls = [job for job in jobs if isinstance(job, Call)]

@@ -16,8 +16,8 @@ from lmoffload.modeling.recorder import Recorder
 
 Forward = Callable[..., Any]
 
-FEW_TOKENS = 64
-"""Tokens up to which a layer's way is recorded: then handing over counts, and what is kept is small."""
+FEW_NUMBERS = 1 << 17
+"""Numbers of hidden states up to which a layer's way is recorded: then handing over counts, and what is kept is small, some 8 MB."""
 
 
 def bind_elementwise(model: nn.Module, pool: Pool, recorder: Recorder | None = None) -> None:
@@ -101,7 +101,7 @@ def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder) -
         return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, pool)
 
     def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
-        few = hidden_states.shape[1] <= FEW_TOKENS and {module.post_attention_layernorm, module.mlp} <= ours
+        few = hidden_states.numel() <= FEW_NUMBERS and {module.post_attention_layernorm, module.mlp} <= ours
         if not few or not {module.input_layernorm, attention} <= ours:
             attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
             if not few:

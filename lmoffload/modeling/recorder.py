@@ -1,8 +1,8 @@
 """How few tokens go through a layer, recorded once and done again without Python.
 
 With one token a layer of a 1B model is computed in a millisecond, and Python, cold after the weights that went through the caches, takes
-another to say what is to be computed: the same every time, but for what it is computed from. So what a layer runs is kept with the memory that
-it reads and writes, and the next tokens are put there.
+another to say what is to be computed: the same every time, but for what it is computed from. So what a layer runs is kept with the
+memory that it reads and writes, and the next tokens are put there.
 """
 
 from __future__ import annotations
