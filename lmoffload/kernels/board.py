@@ -5,8 +5,8 @@ that has nothing to do looks at the board for about a millisecond before it slee
 code, by the leader and by whoever looks. Calls come in stages: those of a stage begin when the stage before has ended, without Python too.
 
 The board is words of 8 bytes: NEXT the call to be taken next, COUNT of calls, ENTRY the function, ARGUMENTS where those of the first call
-lie, STRIDE to the next one's, in bytes; on a cache line of its own ACTIVE, how many helpers are about to take calls; on another BUSY, whether
-stages are under way. The leader changes what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that comes late
+lie, STRIDE to the next one's, in bytes; on a cache line of its own ACTIVE, how many helpers are about to take calls; on another BUSY,
+whether stages are under way. The leader changes what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that comes late
 finds nothing, and nobody waits for it.
 """
 
@@ -33,7 +33,7 @@ NOTHING = 1 << 40
 LOOKS = 40_000
 """How often a helper looks before it sleeps: some 50 nanoseconds each with x86's pause."""
 PATIENCE = 2_000
-"""How often it looks, or the leader does, before it lets others have its core."""
+"""How often the leader looks before it lets others have its core. A helper that did would be away when the next calls come."""
 
 
 class Call(NamedTuple):
@@ -141,12 +141,10 @@ def _set(code: Code, board: V, word: int, value: V) -> None:
     code.b.atomic_rmw("xchg", code.at(board, 8 * word), value, "seq_cst")
 
 
-def _pause(code: Code, looks: V) -> None:
-    """Leave the core's other work, or its clock, some room; who has looked often before lets others have the core."""
+def _pause(code: Code) -> None:
+    """Leave the core's other work, or its clock, some room."""
     if host_machine().is_x86:
         code.known("llvm.x86.sse2.pause", ir.VoidType())
-    with code.when(code.b.icmp_signed(">", looks, code.whole(PATIENCE))):
-        code.known("sched_yield", I32)
 
 
 def _now_ns(code: Code) -> V:
@@ -195,7 +193,9 @@ def _emit_stage(module: ir.Module, take: Code) -> Code:
     looks.add_incoming(code.whole(0), before)
     b.cbranch(b.icmp_signed("==", _word(code, board, ACTIVE), code.whole(0)), after, waiting)
     b.position_at_end(waiting)
-    _pause(code, looks)
+    _pause(code)
+    with code.when(b.icmp_signed(">", looks, code.whole(PATIENCE))):
+        code.known("sched_yield", I32)
     looks.add_incoming(b.add(looks, code.whole(1)), b.block)
     b.branch(head)
     b.position_at_end(after)
@@ -234,7 +234,7 @@ def _emit_help(module: ir.Module, take: Code) -> Code:
     looks.add_incoming(code.whole(0), b.block)
     b.branch(head)
     b.position_at_end(idle)
-    _pause(code, looks)
+    _pause(code)
     looks.add_incoming(b.add(looks, code.whole(1)), b.block)
     b.branch(head)
     b.position_at_end(after)

@@ -52,7 +52,8 @@ def elementwise_kernels() -> ElementwiseKernels:
     emitted = emit_gate(module), emit_norm(module), emit_rotate(module), addition, emit_add_to_rows(module, addition)
     entries = [emit_entry(code) for code in emitted]
     compiled = Compiled(module)
-    return ElementwiseKernels(*map(compiled.address, entries), compiled)
+    gate, norm, rotation, add, add_to_rows = (compiled.address(entry) for entry in entries)
+    return ElementwiseKernels(gate, norm, rotation, add, add_to_rows, compiled)
 
 
 def silu_gate(gate: torch.Tensor, up: torch.Tensor, pool: Pool) -> torch.Tensor:

@@ -39,7 +39,7 @@ def bind_elementwise(model: nn.Module, pool: Pool, recorder: Recorder | None = N
         elif _computes_as(module, llama.LlamaMLP) and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
             module.forward = _gated(module, pool)
         elif _computes_as(module, llama.LlamaDecoderLayer):
-            module.forward = _summed(module, pool, bound if recorder else set(), recorder)
+            module.forward = _summed(module, pool, bound, recorder)
         elif _computes_as(module, llama.LlamaAttention) and _code(_forward(module).__globals__[rotary.__name__]) == _code(rotary):
             module.forward = _attended(module, pool)
         else:
@@ -77,8 +77,8 @@ def _gated(module: Any, pool: Pool) -> Forward:
 
 def _attended(module: Any, pool: Pool) -> Forward:
     def forward(hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any) -> Any:
-        heads = _heads(module, hidden_states, *position_embeddings, pool)
-        out, weights = packed_attention(module, *heads, None, scaling=module.scaling)
+        query, key, value = _heads(module, hidden_states, *position_embeddings, pool)
+        out, weights = packed_attention(module, query, key, value, None, scaling=module.scaling)
         return module.o_proj(out.reshape(1, hidden_states.shape[1], -1)), weights
 
     return forward
@@ -92,7 +92,7 @@ def _heads(module: Any, hidden_states: torch.Tensor, cosines: torch.Tensor, sine
     return [heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value)]
 
 
-def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder) -> Forward:
+def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder | None) -> Forward:
     """ours: modules whose forwards run nothing but kernels of ours, products included."""
     attention = module.self_attn
 
@@ -102,17 +102,18 @@ def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder) -
 
     def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
         few = hidden_states.numel() <= FEW_NUMBERS and {module.post_attention_layernorm, module.mlp} <= ours
-        if not few or not {module.input_layernorm, attention} <= ours:
+        if recorder is None or not few:
             attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
-            if not few:
-                return finish(attended, hidden_states)
+            return finish(attended, hidden_states)
+        if not {module.input_layernorm, attention} <= ours:
+            attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
             with recorder.record(module, hidden_states.shape[1]) as record:
                 attended, hidden_states = record.take(attended, hidden_states)
                 return record.do(lambda: finish(attended, hidden_states)).clone()
         with recorder.record(module, hidden_states.shape[1]) as record:
             hidden_states, cosines, sines = record.take(hidden_states, *options["position_embeddings"])
-            heads = record.do(lambda: _heads(attention, module.input_layernorm(hidden_states), cosines, sines, pool))
-            out, _ = packed_attention(attention, *heads, None, scaling=attention.scaling)
+            query, key, value = record.do(lambda: _heads(attention, module.input_layernorm(hidden_states), cosines, sines, pool))
+            out, _ = packed_attention(attention, query, key, value, None, scaling=attention.scaling)
             (out,) = record.take(out)
             flat = out.view(1, out.shape[1], -1)
             return record.do(lambda: finish(attention.o_proj(flat), hidden_states)).clone()

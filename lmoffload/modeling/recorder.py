@@ -35,7 +35,7 @@ class Recorder:
     @contextmanager
     def record(self, layer: nn.Module, tokens: int) -> Iterator[Record]:
         """That of a layer with so many tokens, to be gone through from its beginning to its end."""
-        rooms, records = self._sizes.pop(tokens, None) or (Rooms(), {})
+        rooms, records = self._sizes.pop(tokens) if tokens in self._sizes else (Rooms(), {})
         while len(self._sizes) >= MOST_SIZES:
             del self._sizes[next(iter(self._sizes))]  # the one that was used longest ago
         self._sizes[tokens] = rooms, records

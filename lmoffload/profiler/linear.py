@@ -155,8 +155,7 @@ def _sample(case: Case, matrices: Iterator[Matrix], x: torch.Tensor, budget_s: f
     def product() -> None:
         linear(x, next(matrices), case.kernel, case.pool)
 
-    counts = {"warmups": 0, "at_least": 2} if is_long else {"warmups": 1, "at_least": 3}
-    if x.numel() <= FEW_NUMBERS:
-        return repeat(product, budget_s, clock=partial(run_s, case.pool, Rooms()), **counts)
-    sample = repeat(product, budget_s, **counts)
-    return Sample(max(sample.median_s - call_s, sample.median_s / 2), sample.spread, sample.count)
+    few = x.numel() <= FEW_NUMBERS
+    clock = partial(run_s, case.pool, Rooms()) if few else timed
+    sample = repeat(product, budget_s, warmups=0 if is_long else 1, at_least=2 if is_long else 3, clock=clock)
+    return sample if few else Sample(max(sample.median_s - call_s, sample.median_s / 2), sample.spread, sample.count)
