@@ -6,8 +6,8 @@ code, by the leader and by whoever looks. Calls come in stages: those of a stage
 
 The board is words of 8 bytes: NEXT the call to be taken next, COUNT of calls, ENTRY the function, ARGUMENTS where those of the first call
 lie, STRIDE to the next one's, in bytes; on a cache line of its own ACTIVE, how many helpers are about to take calls; on another BUSY,
-whether stages are under way. The leader changes what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that comes late
-finds nothing, and nobody waits for it.
+whether stages are under way. The leader changes what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that
+comes late finds nothing, and nobody waits for it.
 """
 
 from __future__ import annotations
