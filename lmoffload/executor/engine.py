@@ -118,7 +118,8 @@ class Engine:
             runtime = self._runtime = Runtime(self.weights, self._processor, heads, self.meter)
             layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
             part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
-            bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units, waits_in_attention=self._device is not None)
+            stops = self._device is not None or plan.stream == "matrix"
+            bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units, stops)
             if isinstance(self._processor, HostProcessor):
                 check_rows(self.shape, plan)
             if isinstance(self._processor, HostProcessor) or plan.attention.host:

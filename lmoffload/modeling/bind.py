@@ -49,7 +49,7 @@ def bind(
     vectors: Mapping[str, torch.Tensor],
     layer_units: tuple[int, ...],
     part_units: Mapping[str, int] = MappingProxyType({}),
-    waits_in_attention: bool = False,
+    stops_in_layers: bool = False,
 ) -> None:
     """Bind `model` (on the meta device) to a runtime, once.
 
@@ -60,7 +60,7 @@ def bind(
         vectors: every resident tensor that is not a linear layer's matrix, in the processor's dtype and on its device, by parameter name.
         layer_units: unit index at which each decoder layer begins.
         part_units: unit index that begins at the product of a matrix, by its name, where layers are cut.
-        waits_in_attention: other micro-batches may compute while one attends.
+        stops_in_layers: other micro-batches may compute while one is in the middle of a layer.
 
     Raises:
         StatedError: a parameter of the model is not fed by the checkpoint, or a tensor of the checkpoint feeds none.
@@ -96,8 +96,7 @@ def bind(
     _move_buffers(model, runtime.processor.device)
     bind_rotary(model, runtime)
     if runtime.processor.pool is not None:  # a device has torch's operators
-        is_cut = part_units or waits_in_attention
-        bind_elementwise(model, runtime.processor.pool, None if is_cut else Recorder(runtime, runtime.processor.pool))
+        bind_elementwise(model, runtime.processor.pool, None if stops_in_layers else Recorder(runtime, runtime.processor.pool))
     model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction

@@ -13,11 +13,9 @@ from lmoffload.kernels.elementwise import add, elementwise_kernels, rms_norm, ro
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.attention import packed_attention
 from lmoffload.modeling.recorder import Recorder
+from lmoffload_solver.counting import FEW_NUMBERS
 
 Forward = Callable[..., Any]
-
-FEW_NUMBERS = 1 << 17
-"""Numbers of hidden states up to which a layer's way is recorded: then handing over counts, and what is kept is small, some 8 MB."""
 
 
 def bind_elementwise(model: nn.Module, pool: Pool, recorder: Recorder | None = None) -> None:

@@ -18,11 +18,9 @@ from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.runs import Rooms, Runs
 from lmoffload.modeling.linear import BoundLinear
 from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver.memory import RECORDED_SIZES
 
 Result = TypeVar("Result")
-
-MOST_SIZES = 2
-"""Numbers of tokens whose records are kept: micro-batches of a block, or prompts that come in beside rows, have as many."""
 
 
 class Recorder:
@@ -36,7 +34,7 @@ class Recorder:
     def record(self, layer: nn.Module, tokens: int) -> Iterator[Record]:
         """That of a layer with so many tokens, to be gone through from its beginning to its end."""
         rooms, records = self._sizes.pop(tokens) if tokens in self._sizes else (Rooms(), {})
-        while len(self._sizes) >= MOST_SIZES:
+        while len(self._sizes) >= RECORDED_SIZES:
             del self._sizes[next(iter(self._sizes))]  # the one that was used longest ago
         self._sizes[tokens] = rooms, records
         known = records.pop(layer, None)

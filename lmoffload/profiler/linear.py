@@ -150,7 +150,7 @@ def _curve(
 def _sample(case: Case, matrices: Iterator[Matrix], x: torch.Tensor, budget_s: float, call_s: float, is_long: bool) -> Sample:
     from lmoffload.kernels.linear import linear
     from lmoffload.kernels.runs import Rooms
-    from lmoffload.modeling.elementwise import FEW_NUMBERS
+    from lmoffload_solver.counting import FEW_NUMBERS
 
     def product() -> None:
         linear(x, next(matrices), case.kernel, case.pool)

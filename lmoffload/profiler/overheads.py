@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lmoffload.profiler.curves import least_squares
 from lmoffload.profiler.samples import repeat, summarize
@@ -54,6 +54,7 @@ def measure_overheads(
         checkpoint = open_checkpoint(write_tiny_checkpoint(Path(folder), HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS))
         few = {pool.threads: _times(checkpoint, FEW_ROWS, steps, pool.threads) for pool in pools}
         many = _times(checkpoint, MANY_ROWS, steps, pools[0].threads)
+        by_python = _times(checkpoint, FEW_ROWS, steps, pools[0].threads, "matrix")
     tell("a layer's products alone")
     rests = {pool.threads: few[pool.threads].layer_s - _products_s(pool, budget_s * 0.2 / len(pools)) for pool in pools}
     call_s = product_s(pools[0], 16, 16, budget_s * 0.05, PAUSE_S)
@@ -61,6 +62,7 @@ def measure_overheads(
     row_s = max(0.0, (many.rest_s - least) / (MANY_ROWS - FEW_ROWS))
     return Overheads(
         layer_s=max(0.0, alone - LINEARS_PER_LAYER * call_s),
+        python_layer_s=max(0.0, by_python.layer_s - few[pools[0].threads].layer_s),
         step_s=max(0.0, least - FEW_ROWS * row_s - call_s),
         row_s=row_s,
         linear_call_s={threads: call_s + max(0.0, rest - alone) / LINEARS_PER_LAYER for threads, rest in rests.items()},
@@ -72,9 +74,10 @@ def measure_overheads(
     )
 
 
-def _times(checkpoint: Checkpoint, rows: int, steps: int, threads: int) -> StepTime:
+def _times(checkpoint: Checkpoint, rows: int, steps: int, threads: int, stream: Literal["layer", "matrix"] = "layer") -> StepTime:
     """Medians over a few runs of the engine."""
-    runs = [decode_times(checkpoint, rows=rows, steps=steps, threads=threads, kernel=SMALL_KERNEL) for _ in range(ENGINE_RUNS)]
+    times = partial(decode_times, checkpoint, rows=rows, steps=steps, threads=threads, kernel=SMALL_KERNEL, stream=stream)
+    runs = [times() for _ in range(ENGINE_RUNS)]
     return StepTime(summarize([run.layer_s for run in runs]).median_s, summarize([run.rest_s for run in runs]).median_s)
 
 

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lmoffload.executor import Engine, Request
 from lmoffload.kernels.pool import Pool
-from lmoffload.modeling.recorder import MOST_SIZES, Record, Recorder
+from lmoffload.modeling.recorder import Record, Recorder
 from lmoffload.modeling.runtime import Runtime
+from lmoffload_solver.memory import RECORDED_SIZES
 from tests.executor.plans import make_plan
 from tests.executor.reference import greedy, load_reference, prompts
 
@@ -111,7 +112,7 @@ def test_the_sizes_used_last_are_kept():
                 (given,) = record.take(torch.full((tokens,), 7.0))
                 assert record.do(given.sum) == 7 * tokens
             records.append(record)
-    assert MOST_SIZES == 2
+    assert RECORDED_SIZES == 2
     assert records[1] is records[3] is records[5], "one token was among the last two sizes all along"
     assert records[4] is not records[0], "three tokens were not"
 
