@@ -54,7 +54,7 @@ def fill(disk: Path, free_pages: int) -> Path:
 
 
 def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: int) -> int:
-    """One run during which the disk is filled: at any moment of its start, or when some more lines are there. Returns the lines it added."""
+    """One run during which the disk is filled: at any moment of its start, or after some more lines. Returns how many it added."""
     before, more = whole_lines(output), chance.randint(1, most_lines)
     at_start, wait_s, pages = chance.random() < 0.2, chance.uniform(0, 4), chance.randint(0, 1)
     with job.start(output) as process:
