@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+NICE = 5
+
 
 @dataclass(frozen=True)
 class Job:
@@ -37,7 +39,7 @@ class Job:
                 prompt = " ".join(chance.choice(words) for _ in range(chance.randint(1, 12)))
                 line: dict[str, object] = {"id": f"p{number}", "prompt": prompt, "max_new_tokens": chance.randint(1, 60)}
                 lines.write(json.dumps(line | ({"temperature": 0.9} if number % 3 else {"seed": number})) + "\n")
-        options = ("--seed", "7", "--nice", "5", "--micro-batch", "2", "--num-micro-batches", "2", "--weights-memory", "50%")
+        options = ("--seed", "7", "--nice", str(NICE), "--micro-batch", "2", "--num-micro-batches", "2", "--weights-memory", "50%")
         return Job((sys.executable, "-m", "lmoffload", "run", str(model), "--input", str(file), *options, "--output"), num_prompts)
 
     def start(self, output: Path, *more: str) -> subprocess.Popen[str]:
@@ -67,6 +69,7 @@ def kill_at_random(job: Job, output: Path, chance: random.Random, most_lines: in
             more = chance.randint(1, max(1, most_lines))
             while process.poll() is None and len(whole_lines(output)) < len(before) + more:
                 time.sleep(0.005)
+            assert process.poll() is not None or os.getpriority(os.PRIO_PROCESS, process.pid) == NICE, "as nice as asked"
             time.sleep(chance.uniform(0, 0.05))
         process.kill()
     after = whole_lines(output)

@@ -20,10 +20,10 @@ Exit codes: 0 done; 1 a stated error, or a job in which some lines failed; 2 wro
 results so far kept. Results go to standard output, remarks and progress to standard error. Sizes are written `4GiB` (binary) or `500MB`
 (decimal), durations `90s`, `5min`, `1h30m`.
 
-Files: `machine.json` (the profile) and `losses/` in the user's data directory; `weights/` (quantized weights), `kv/` (scratch) and `errors/` (reports)
-in the cache directory; beside the output of a job its manifest ([jobs](jobs.md)). Environment: `XDG_DATA_HOME` and `XDG_CACHE_HOME` move these
-directories, `HF_HOME` is where hub ids are looked for, `HF_HUB_OFFLINE=1` forbids the network; `OMP_WAIT_POLICY` is set to `PASSIVE` unless it is set.
-[Installing](install.md) tells about completion.
+Files: `machine.json` (the profile) and `losses/` in the user's data directory; `weights/` (quantized weights), `kv/` (scratch) and
+`errors/` (reports) in the cache directory; beside the output of a job its manifest ([jobs](jobs.md)). Environment: `XDG_DATA_HOME` and
+`XDG_CACHE_HOME` move these directories, `HF_HOME` is where hub ids are looked for, `HF_HUB_OFFLINE=1` forbids the network;
+`OMP_WAIT_POLICY` is set to `PASSIVE` unless it is set. [Installing](install.md) tells about completion.
 """
 
 

@@ -3,8 +3,8 @@
     python -m lmoffload.jobs.table_file read FILE
     python -m lmoffload.jobs.table_file write LINES FILE NAME < ids
 
-`read` prints every row as a job's line; `write` makes a table of results from their lines, in the order of the ids; NAME says of which kind. What is wrong with a
-file is told in one sentence on standard error, with exit code 1.
+`read` prints every row as a job's line; `write` makes a table of results from their lines, in the order of the ids, and NAME says of which
+kind. What is wrong with a file is told in one sentence on standard error, with exit code 1.
 """
 
 from __future__ import annotations
@@ -145,8 +145,10 @@ def _write_parquet(file: IO[bytes], rows: Iterable[Row], columns: Sequence[str])
     from pyarrow import parquet
 
     kinds = {
-        "token_ids": pyarrow.list_(pyarrow.int32()), "prompt_tokens": pyarrow.int32(), "log_probabilities": pyarrow.list_(pyarrow.float64()),
-    }  # fmt: skip
+        "token_ids": pyarrow.list_(pyarrow.int32()),
+        "prompt_tokens": pyarrow.int32(),
+        "log_probabilities": pyarrow.list_(pyarrow.float64()),
+    }
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in columns])
     with parquet.ParquetWriter(file, schema) as writer:
         left = iter(rows)

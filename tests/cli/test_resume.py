@@ -49,7 +49,7 @@ def test_a_disk_that_is_full(call: Call, profiled: Path, model: Path, tmp_path: 
     """It is refused before anything is computed."""
     try:
         with small_disk(tmp_path / "disk", "64k") as disk:
-            assert call("run", model, "--input", job_file(*prompts()), "--output", disk / "out.jsonl", "--nice", "0").code == 0
+            assert call("run", model, "--input", job_file(*prompts()), "--output", disk / "out.jsonl").code == 0
             fill(disk, 0)
             refused = call("run", model, "--input", job_file(*prompts()), "--output", disk / "other.jsonl", "--gen-len", "60")
             assert refused.code == 1 and "free where" in refused.sentence and not (disk / "other.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Prompts from CSV and Parquet, results as CSV and Parquet: the same as with lines, in the input's order, and gone on with after any end."""
+"""Prompts from CSV and Parquet, results as CSV and Parquet: as with lines, in the input's order, and gone on with after any end."""
 
 from __future__ import annotations
 
