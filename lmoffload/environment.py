@@ -7,13 +7,11 @@ OpenMP library is loaded with torch.
 from __future__ import annotations
 
 import ctypes
-import gc
 import io
 import os
 import signal
 import sys
 import threading
-from contextlib import suppress
 from typing import Any
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -84,10 +82,3 @@ def prepare_allocator() -> None:
     mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
     mallopt(_M_TRIM_THRESHOLD, 16 * 2**20)
     mallopt(_M_ARENA_MAX, 2)
-
-
-def give_memory_back() -> None:
-    """Free what only cycles of references hold, and return free memory to the system: between two engines of one process."""
-    gc.collect()
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -10,7 +10,6 @@ from lmoffload.api.model import Model
 from lmoffload.api.planning import ModelPlan, solve_for
 from lmoffload.api.telling import Tell
 from lmoffload.checkpoint import Importance, needs_importance, open_store, read_importance, write_importance
-from lmoffload.environment import give_memory_back
 from lmoffload.errors import InfeasibleError, StatedError
 from lmoffload_solver.emulated import bare
 from lmoffload_solver.plan import KernelsPlan, Plan, kept_model
@@ -75,7 +74,6 @@ def require_importance(planned: ModelPlan, text: Text, tell: Tell) -> None:
         importance_of(model, Machine(machine, is_here=True), limits, text)
     except InfeasibleError as error:
         tell(f"They are rounded to the nearest instead, which loses more, because the model as it is stored cannot be run: {error}")
-    give_memory_back()
 
 
 def importance_of(
