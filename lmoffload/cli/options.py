@@ -47,7 +47,7 @@ Machine = Annotated[
 ]
 Input = Annotated[
     Path | None,
-    typer.Option("--input", metavar="FILE.jsonl", help="Prompts as JSON lines.", rich_help_panel=WORK),
+    typer.Option("--input", metavar="FILE", help="Prompts as JSON lines, or a table (.csv, .parquet).", rich_help_panel=WORK),
 ]
 NumPrompts = Annotated[
     int | None,
