@@ -15,6 +15,7 @@ from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
+from lmoffload_solver.pipeline import Pipeline
 from lmoffload_solver.plan import (
     AttentionPlace,
     HiddenPlan,
@@ -100,6 +101,8 @@ def plan_of(
         kernels=_kernels(decision),
         threads=dict(decision.threads) or split_of(machine, disk_of(machine, file_system), decision, simulated).totals(),
         prefetch_depth=decision.prefetch_depth,
+        layers_per_device=decision.pipeline.layers,
+        waves=decision.pipeline.waves,
         runtime=None if decision.runtime == own_runtime() else decision.runtime,
         predicted=predicted,
         binding=max(predicted.resources, key=lambda name: predicted.resources[name]),
@@ -148,6 +151,7 @@ def decision_of(model: ModelShape, plan: Plan) -> Decision:
         decode_products=PRODUCTS[0] if plan.kernels.decode == PLAIN else plan.kernels.decode,
         threads=plan.threads if plan.runtime is None or plan.limits.emulated_device is not None else {},
         most_threads=plan.limits.threads,
+        pipeline=Pipeline(plan.layers_per_device, plan.waves),
     )
 
 
@@ -164,9 +168,9 @@ def _weights(model: ModelShape, decision: Decision) -> WeightsPlan:
 
 
 def _kv(job: Job, memory: ChainMemory, decision: Decision) -> KVPlan:
-    parts = memory.parts(decision)
+    stages = [memory.stage_beside_weights(decision, stage) for stage in range(decision.pipeline.num_stages)]
     homes = tuple((layer, batch, unit.home) for layer, units in enumerate(decision.kv) for batch, unit in enumerate(units))
-    sizes = {tier: parts[tier]["kv"] for tier in TIERS}
+    sizes = {tier: sum(parts[tier]["kv"] for parts in stages) for tier in TIERS}
     return KVPlan(format=KVFormat(key=decision.kv_format, value=decision.kv_format), bytes=sizes, homes=homes)
 
 

@@ -8,7 +8,7 @@ from lmoffload_solver.blocks import Step
 from lmoffload_solver.chain_clock import step_ends
 from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Graph
+from lmoffload_solver.chain_schedule import Graph, Server, busiest
 from lmoffload_solver.chain_slowing import busy_of
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
@@ -27,6 +27,7 @@ class PhaseSeconds:
 
     seconds: float
     busy: dict[Resource, float]
+    """Of the resources that every accelerator has, the busiest one's."""
     dequantizing_s: float
     """Of weights, on the device, as a task of its own."""
     quantizing_s: float
@@ -60,30 +61,31 @@ def costs_of(machine: MachineProfile, decision: Decision, file_system: str | Non
 
 def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> ChainSimulated:
     """Every different block's sampled steps one after another, each step weighted with what it stands for. A step that stands for others
-    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them. `prices` as in
-    `ChainWork`."""
+    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them; nor does any where a stage
+    may have begun a step before the step before has ended. `prices` as in `ChainWork`."""
     work = ChainWork(job, costs, decision, prices)
     seconds = [0.0, 0.0]
-    busy: tuple[dict[Resource, float], dict[Resource, float]] = ({}, {})
+    busy: tuple[dict[Server, float], dict[Server, float]] = ({}, {})
     widening, packing = [0.0, 0.0], [0.0, 0.0]
     step_s, tasks = 0.0, 0
     for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
         steps = work.block(block)
-        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth, costs.waking)
+        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth, costs.waking, decision.pipeline)
         ends, tasks = [0.0, *ends], tasks + laid_out
         for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
             weight, phase = step.weight * block.count, int(step.step > 0)
-            working = busy_of(units)
+            working = busy_of(units, decision.pipeline)
             elapsed = ends[place + 1] - ends[place]
-            seconds[phase] += weight * (elapsed if step.weight <= 1 else max(elapsed, *working.values()))
-            for resource, amount in working.items():
-                busy[phase][resource] = busy[phase].get(resource, 0.0) + weight * amount
+            whole = step.weight > 1 or decision.pipeline.num_stages > 1
+            seconds[phase] += weight * (max(elapsed, *working.values()) if whole else elapsed)
+            for server, amount in working.items():
+                busy[phase][server] = busy[phase].get(server, 0.0) + weight * amount
             widening[phase] += weight * sum(unit.dequantize for unit in units)
             if decision.kv_format in QUANTIZED:
                 packing[phase] += weight * sum(batch.quantize for unit in units for batch in unit.batches)
         if number == 0 and job.gen_len > 1:
             step_s = seconds[1] / (block.count * (job.gen_len - 1))
-    phases = [PhaseSeconds(seconds[p], busy[p], widening[p], packing[p]) for p in (0, 1)]
+    phases = [PhaseSeconds(seconds[p], busiest(busy[p]), widening[p], packing[p]) for p in (0, 1)]
     return ChainSimulated(phases[0], phases[1], step_s, tasks)
 
 
@@ -94,5 +96,5 @@ def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision, *, every_st
         work.steps = tuple(Step(step, 1.0) for step in range(job.gen_len))
     graph = Graph()
     block = next(job.blocks(decision.micro_batch, decision.num_micro_batches))
-    lay_out(work.block(block), decision.runtime, decision.prefetch_depth, graph.emit)
+    lay_out(work.block(block), decision.runtime, decision.prefetch_depth, graph.emit, decision.pipeline)
     return walk(graph.tasks, lambda task: graph.seconds[task.index])
