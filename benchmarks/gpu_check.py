@@ -317,7 +317,7 @@ def _run(check: Check, model: Model, work: Work, plan: Plan, change: Callable[[A
 
     job = synthetic_job(model.shape, work.num_prompts, work.prompt_len, Options(work.gen_len, Sampling(temperature=0.0), ()))
     cache = check.folder / "cache"
-    with Engine(model.require_checkpoint(), plan, cache=cache, accelerator=change(check.accelerator())) as engine:
+    with Engine(model.require_checkpoint(), plan, cache=cache, accelerators=(change(check.accelerator()),)) as engine:
         done = engine.generate(job.requests)
         report = engine.report()
     failed = [one.error for one in done if one.error]

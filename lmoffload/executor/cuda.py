@@ -155,6 +155,8 @@ class CudaAccelerator:
     def __init__(self, memory_bytes: int | None = None, number: int = 0) -> None:
         if not torch.cuda.is_available():
             raise StatedError("This plan is for a CUDA device, and torch finds none here.")
+        if number >= torch.cuda.device_count():
+            raise StatedError(f"This plan is for {number + 1} CUDA devices, and torch finds {torch.cuda.device_count()} here.")
         self.device = torch.device("cuda", number)
         free, _ = torch.cuda.mem_get_info(self.device)
         self.memory = Tier("device", free if memory_bytes is None else min(free, memory_bytes), self._take)

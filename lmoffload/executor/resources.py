@@ -63,6 +63,7 @@ class Accelerator(Protocol):
     """A processor with a tier of its own."""
 
     emulated: bool
+    device: torch.device
     memory: Tier
     compute: Queue
     upload: Queue

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
-from lmoffload_solver.chain_schedule import NOTHING, BatchWork, Emit, Place, UnitWork, num_buffers
-from lmoffload_solver.pipeline import ALONE, Pipeline
+from lmoffload_solver.chain_schedule import NOTHING, BatchWork, Emit, UnitWork, num_buffers
+from lmoffload_solver.pipeline import ALONE, Pipeline, Place
 from lmoffload_solver.value import Kind
 
 

@@ -10,25 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from lmoffload_solver.pipeline import OWN, Pipeline
+from lmoffload_solver.pipeline import OWN, Pipeline, Place
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource
-
-
-class Place(NamedTuple):
-    """Where a task stands in a block."""
-
-    step: int
-    unit: int
-    batch: int | None
-    """Micro-batch; None: what is done once for all of a wave."""
-    wave: int = 0
-    stage: int = 0
-    """Accelerator."""
-
-
 Server: TypeAlias = tuple[Resource, int]
 """A resource, and of which accelerator it is; the host's are those of 0."""
 

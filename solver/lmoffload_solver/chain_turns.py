@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from lmoffload_solver.chain_schedule import BatchWork, Emit, Place, UnitWork
+from lmoffload_solver.chain_schedule import BatchWork, Emit, UnitWork
+from lmoffload_solver.pipeline import Place
 from lmoffload_solver.value import Kind, Resource
 
 Emission: TypeAlias = tuple[Resource, Kind, Place, float]

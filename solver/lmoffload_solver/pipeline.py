@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
+from typing import NamedTuple
 
 from lmoffload_solver.value import Resource
 
@@ -17,6 +18,18 @@ OWN: frozenset[Resource] = frozenset({"device", "upload", "download"})
 
 MOST_SPLITS = 64
 """Ways to split the layers that are looked at, those nearest to equal parts first."""
+
+
+class Place(NamedTuple):
+    """Where a task stands in a block."""
+
+    step: int
+    unit: int
+    batch: int | None
+    """Micro-batch; None: what is done once for all of a wave."""
+    wave: int = 0
+    stage: int = 0
+    """Accelerator."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,18 @@ class Pipeline:
         """The units of a stage."""
         ends = [0, *accumulate(self.layers[:-1]), num_units]
         return range(ends[stage], ends[stage + 1])
+
+    def number(self, place: Place, num_units: int, num_batches: int) -> int:
+        """How many units a stage computes, of all waves, before the one of a task: weights have buffers in this order."""
+        units, waves = self.units_of(place.stage, num_units), len(self.waves_of(num_batches))
+        return (place.step * waves + place.wave) * len(units) + place.unit - units.start
+
+    def use(self, place: Place, num_units: int, num_batches: int) -> int:
+        """How many (unit, micro-batch) pairs it computes before that of a task: keys and values have buffers in this order."""
+        units, wave = self.units_of(place.stage, num_units), self.waves_of(num_batches)[place.wave]
+        assert place.batch is not None
+        before = len(units) * (place.step * num_batches + wave.start)
+        return before + (place.unit - units.start) * len(wave) + place.batch - wave.start
 
     def waves_of(self, num_batches: int) -> tuple[range, ...]:
         """The micro-batches of each wave; no more waves than there are."""
