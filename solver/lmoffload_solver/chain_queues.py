@@ -56,6 +56,8 @@ class Queues:
         ]
         """Each with the place of its first micro-batch."""
         self.per_pass, self.is_first, self.is_last = len(units), stage == 0, stage == pipeline.num_stages - 1
+        self.has_one_use = self.per_pass == len(steps[0][0].batches) == 1
+        """A step's only keys and values were stored by the use just before."""
         self.depth, self.emit = depth, emit
         different = {id(unit): unit for _, unit in self.units}.values()
         self.buffers = num_buffers(depth, any(batch.attend for unit in different for batch in unit.batches))
@@ -111,7 +113,8 @@ class Queues:
         begins, ends = number % self.per_pass == 0, number % self.per_pass == self.per_pass - 1
         if unit.dequantize:
             ready = emit("device", "dequantize_weights", place._replace(batch=None), unit.dequantize, (ready,))
-        loaded = self.load(number, first, batches[0], (self.done[0], self.sent[1], self.sent[0]))
+        latest = (self.sent[2],) if self.has_one_use else ()
+        loaded = self.load(number, first, batches[0], (self.done[0], self.sent[1], self.sent[0], *latest))
         for batch, work in enumerate(batches, first):
             turn, where = batch - first, place._replace(batch=batch)
             upcoming: tuple[float, ...] = ()
@@ -201,11 +204,11 @@ class Stages:
     def steps(self) -> Iterator[float]:
         """The handle of each step's last compute task, the step emitted before. Of one turn the stages' units are emitted in turn."""
         period, last = max(self.waves, len(self.stages)), len(self.stages) - 1
-        passes = [stage.passes() for stage in self.stages]
+        passes, end = [stage.passes() for stage in self.stages], NOTHING
         for turn in range(self.num_steps * period + last):
             now = [next(passes[stage]) if self._works(turn - stage, period) else iter(()) for stage in range(len(self.stages))]
             for ends in zip_longest(*now):
-                end = ends[last]
+                end = end if ends[last] is None else ends[last]
             if self._works(turn - last, period) and (turn - last) % period == self.waves - 1:
                 yield end
 

@@ -25,7 +25,8 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     if on_device(plan) and plan.limits.emulated_device is None:
         return  # nothing runs it
     rules = (
-        _formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan, model.num_layers), _cache(model, plan), _refill(plan), _threads(plan),
+        _formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan, model.num_layers),
+        _cache(model, plan), _refill(plan), _threads(plan),
     )  # fmt: skip
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
