@@ -89,6 +89,16 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
     return ChainSimulated(phases[0], phases[1], step_s, tasks)
 
 
+def busiest_s(job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> float:
+    """Seconds that the simulated job does not go below: in every step the busiest server's work."""
+    work = ChainWork(job, costs, decision, prices)
+    total = 0.0
+    for block in job.blocks(decision.micro_batch, decision.num_micro_batches):
+        for step, units in zip(work.steps, work.block(block), strict=True):
+            total += step.weight * block.count * max(busy_of(units, decision.pipeline).values())
+    return total
+
+
 def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision, *, every_step: bool = False) -> list[Timed]:
     """Begin and end of each task of the first block's sampled steps, or of all."""
     work = ChainWork(job, costs, decision)

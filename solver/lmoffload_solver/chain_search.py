@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmoffload_solver.chain_domain import ChainCandidate, ChainDomain
-from lmoffload_solver.chain_predict import ChainSimulated, simulate_chain
+from lmoffload_solver.chain_predict import ChainSimulated, busiest_s, simulate_chain
 from lmoffload_solver.chain_prices import BatchPrices
 from lmoffload_solver.chain_program import ChainProgram, ChainSolution
 from lmoffload_solver.chain_rounding import every_placement, kv_placements, kv_shares
@@ -24,6 +24,7 @@ from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.host_cores import HostShare
 from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import Disk, MachineProfile
+from lmoffload_solver.pipeline import ALONE, Pipeline, splits
 from lmoffload_solver.value import Quality, Tier
 from lmoffload_solver.workload import Limits
 
@@ -132,7 +133,7 @@ class ChainSearch:
         if best is None:
             return None
         costs, prices = self.costs(best.candidate.assignment, best.candidate.num_micro_batches), self._prices(best.candidate)
-        for decision in self._placed(best.candidate, best.decision.kv, first_whole=True):
+        for decision in self._placed(best.candidate, best.decision.kv, best.decision.pipeline, first_whole=True):
             simulated = simulate_chain(self.job, costs, decision, prices)
             if simulated.total_s < best.simulated.total_s * (1 - SAME):
                 best = ChainFound(decision, simulated, best.candidate)
@@ -154,6 +155,9 @@ class ChainSearch:
         for bound, decision in self.rounded(candidate, program, solution):
             if best is not None and bound >= best.simulated.total_s * (1 - SAME):
                 continue
+            if best is not None and decision.pipeline.num_stages > 1:  # splits differ in what bounds of even parts do not see
+                if busiest_s(self.job, costs, decision, prices) >= best.simulated.total_s * (1 - SAME):
+                    continue
             simulated = simulate_chain(self.job, costs, decision, prices)
             self.effort += A_SIMULATION + A_TASK * simulated.num_tasks
             if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
@@ -180,7 +184,9 @@ class ChainSearch:
 
     # Whole plans
 
-    def decision(self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...]) -> Decision:
+    def decision(
+        self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...], pipeline: Pipeline = ALONE
+    ) -> Decision:
         """The decision of a candidate and its placement; what neither reads nor attends needs no threads for it."""
         idle = not any(unit.home == "disk" or unit.host_attends for units in set(kv) for unit in units) and "disk" not in homes.values()
         idle &= not self.domain.terms.shares_cores
@@ -198,6 +204,7 @@ class ChainSearch:
             decode_products=candidate.products[1],
             threads=self.domain.terms.assignments[0 if idle else candidate.assignment],
             most_threads=self.domain.limits.threads,
+            pipeline=pipeline,
         )
 
     def rounded(self, candidate: ChainCandidate, program: ChainProgram, solution: ChainSolution) -> Iterator[tuple[float, Decision]]:
@@ -222,21 +229,40 @@ class ChainSearch:
         found = every_placement(self.model, candidate.num_micro_batches, tiers, places, others)
         if found is None:
             return None
-        decisions = (self.decision(candidate, homes, kv) for homes, kv in found)
+        pipelines = list(self._pipelines(candidate))
+        decisions = (self.decision(candidate, homes, kv, pipeline) for homes, kv in found for pipeline in pipelines)
         return [decision for decision in decisions if decision.host_attends == candidate.attends]
+
+    def _pipelines(self, candidate: ChainCandidate) -> Iterator[Pipeline]:
+        """Ways to split the layers among the accelerators."""
+        yield from (Pipeline(layers, candidate.waves) for layers in splits(self.model.num_layers, self.domain.num_devices))
 
     def _near(self, candidate: ChainCandidate, solution: ChainSolution) -> Iterator[Decision]:
         for kv in kv_placements(solution.kv, self.model.num_layers, candidate.num_micro_batches):
-            yield from self._placed(candidate, kv)
+            for pipeline in self._pipelines(candidate):
+                yield from self._placed(candidate, kv, pipeline)
 
-    def _placed(self, candidate: ChainCandidate, kv: tuple[tuple[KVUnit, ...], ...], *, first_whole: bool = False) -> Iterator[Decision]:
-        """Keys and values so placed, and as many weights as fit beside them."""
-        bare = self.decision(candidate, {}, kv)
-        left = {tier: self.memory.capacity[tier] - sum(named.values()) for tier, named in self.memory.parts_beside_weights(bare).items()}
-        if min(left.values()) >= 0:
-            rooms = self.domain.weight_rooms(candidate, left)
-            placements = self.domain.placer(candidate.formats).fill(rooms, bare.num_buffers, first_whole=first_whole)
-            yield from (self.decision(candidate, homes, kv) for homes in placements)
+    def _placed(
+        self, candidate: ChainCandidate, kv: tuple[tuple[KVUnit, ...], ...], pipeline: Pipeline, *, first_whole: bool = False
+    ) -> Iterator[Decision]:
+        """Keys and values so placed, and as many weights as fit beside them: of every accelerator on its own memory, and on its share of the
+        host's."""
+        bare = self.decision(candidate, {}, kv, pipeline)
+        beside = self.memory.parts_beside_weights(bare)
+        left = {tier: self.memory.capacity[tier] - sum(named.values()) for tier, named in beside.items()}
+        if min(left.values()) < 0:
+            return
+        placers = self.domain.placers(candidate.formats, pipeline)
+        total = sum(placer.num_bytes for placer in placers)
+        found = []
+        for stage, placer in enumerate(placers):
+            own = sum(self.memory.stage_beside_weights(bare, stage)["device"].values())
+            rooms = self.domain.weight_rooms(candidate, {**left, "device": self.memory.capacity["device"] - own})
+            part = rooms.shared(placer.num_bytes / total)
+            found.append(list(placer.fill(part, bare.num_buffers, first_whole=first_whole)))
+        for number in range(max(map(len, found)) if all(found) else 0):
+            homes = {name: tier for one in found for name, tier in one[min(number, len(one) - 1)].items()}
+            yield self.decision(candidate, homes, kv, pipeline)
 
     def _amounts(self, decision: Decision) -> tuple[float, ...]:
         """(bytes of layers and head on the host, on disk, shares of keys and values by place)."""

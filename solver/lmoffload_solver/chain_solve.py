@@ -11,6 +11,7 @@ from lmoffload_solver.chain_search import ChainFound, ChainSearch
 from lmoffload_solver.chain_solver import memory_prices, scaling_s, solve_program
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Job
+from lmoffload_solver.errors import StatedError
 from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
@@ -39,9 +40,11 @@ def solve_chain(
     """The best plan for a job on a machine with a device.
 
     Raises:
-        StatedError: the profile lacks a disk or a rate.
+        StatedError: the profile lacks a disk or a rate, or there are more devices than layers.
     """
     begin = time.perf_counter()
+    if machine.accelerator is not None and machine.accelerator.count > model.num_layers:
+        raise StatedError(f"{model.name} has {model.num_layers} layers for {machine.accelerator.count} devices: name no more devices.")
     job, disk = Job(model, workload), disk_of(machine, file_system)
     search = ChainSearch(job, machine, disk, limits, workload.quality, begin + limits.solve_s, losses=losses)
     found = search.run()
@@ -85,8 +88,8 @@ def shadow_prices(search: ChainSearch, found: ChainFound) -> tuple[ShadowPrice, 
         for tier, seconds in memory_prices(solution).items()
     ]
     for resource, rate, seconds in (
-        ("upload", choices.upload_bytes_per_s, scaling_s(program, solution, "upload")),
-        ("disk_read", choices.read_bytes_per_s, scaling_s(program, solution, "disk_read")),
+        ("upload", search.domain.terms.upload_rate, scaling_s(program, solution, "upload")),
+        ("disk_read", choices.waves * choices.read_bytes_per_s, scaling_s(program, solution, "disk_read")),
     ):
         prices.append(ShadowPrice(resource=resource, unit="GB/s", gain_tokens_per_s=gain * seconds / rate * GB if rate else 0.0))
     return tuple(prices)

@@ -153,7 +153,7 @@ def test_threads_beyond_the_cores_slow_device_and_host() -> None:
     decision = decision_of(model, plan)
     crowded = costs_of(machine, replace(decision, threads={"compute": 2, "host_attention": 2, "disk_io": 1, "staging": 1}))
     assert crowded.contention["device", "host_attention"] == Contention(2.0, 2.0)
-    both = factors({"device": 1.0, "host_attention": 1.0}, crowded.contention)
+    both = factors({"device": 1.0, "host_attention": 1.0}, crowded.contention, lambda resource: resource)  # type: ignore[misc]
     assert both == {"device": pytest.approx(2.0), "host_attention": pytest.approx(2.0)}
 
 
