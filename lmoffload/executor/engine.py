@@ -96,7 +96,7 @@ class Engine:
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
         self._device = DeviceSide.of(self.shape, plan, stored_format, accelerators)
-        units = self.units = units_of(self.shape, plan) if self._device is None else self._device.units
+        self.units = units_of(self.shape, plan) if self._device is None else self._device.units
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)
         if plan.prefill_chunk is not None and follows_length(config):

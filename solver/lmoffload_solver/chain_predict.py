@@ -61,8 +61,8 @@ def costs_of(machine: MachineProfile, decision: Decision, file_system: str | Non
 
 def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> ChainSimulated:
     """Every different block's sampled steps one after another, each step weighted with what it stands for. A step that stands for others
-    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them; nor does any where a stage
-    may have begun a step before the step before has ended. `prices` as in `ChainWork`."""
+    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them; nor does any where there
+    are several stages, which may begin a step before the one before has ended. `prices` as in `ChainWork`."""
     work = ChainWork(job, costs, decision, prices)
     seconds = [0.0, 0.0]
     busy: tuple[dict[Server, float], dict[Server, float]] = ({}, {})

@@ -75,7 +75,8 @@ class ChainChoices:
     def early_bytes(self) -> float:
         """What may have been moved while the longer step before computed: a unit more than the buffers hold; by every accelerator, for one
         of its waves."""
-        return self.num_devices / self.waves * (self.prefetch_depth + 2) * max(self.sizes.in_layers / self.num_layers, self.sizes.classes["head"])
+        unit = max(self.sizes.in_layers / self.num_layers, self.sizes.classes["head"])
+        return self.num_devices / self.waves * (self.prefetch_depth + 2) * unit
 
 
 @dataclass(frozen=True)

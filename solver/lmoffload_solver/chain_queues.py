@@ -193,8 +193,8 @@ class Queues:
 
 
 class Stages:
-    """The stages of a pipeline. A wave enters a stage a turn after it entered the one before; a step takes as many turns as there are waves,
-    or stages where they are more, since what it begins with is chosen at the end of the step before."""
+    """The stages of a pipeline. A wave enters a stage a turn after it entered the one before; a step takes as many turns as there are
+    waves, or stages where they are more, since what it begins with is chosen at the end of the step before."""
 
     def __init__(self, steps: Sequence[Sequence[UnitWork]], depth: int, emit: Emit, pipeline: Pipeline = ALONE) -> None:
         passed = Passed()

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 from lmoffload_solver.pipeline import OWN, Pipeline, Place
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource
+
 Server: TypeAlias = tuple[Resource, int]
 """A resource, and of which accelerator it is; the host's are those of 0."""
 

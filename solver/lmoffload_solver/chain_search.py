@@ -155,9 +155,9 @@ class ChainSearch:
         for bound, decision in self.rounded(candidate, program, solution):
             if best is not None and bound >= best.simulated.total_s * (1 - SAME):
                 continue
-            if best is not None and decision.pipeline.num_stages > 1:  # splits differ in what bounds of even parts do not see
-                if busiest_s(self.job, costs, decision, prices) >= best.simulated.total_s * (1 - SAME):
-                    continue
+            is_split = decision.pipeline.num_stages > 1  # what bounds of even parts do not see
+            if best is not None and is_split and busiest_s(self.job, costs, decision, prices) >= best.simulated.total_s * (1 - SAME):
+                continue
             simulated = simulate_chain(self.job, costs, decision, prices)
             self.effort += A_SIMULATION + A_TASK * simulated.num_tasks
             if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
@@ -245,8 +245,8 @@ class ChainSearch:
     def _placed(
         self, candidate: ChainCandidate, kv: tuple[tuple[KVUnit, ...], ...], pipeline: Pipeline, *, first_whole: bool = False
     ) -> Iterator[Decision]:
-        """Keys and values so placed, and as many weights as fit beside them: of every accelerator on its own memory, and on its share of the
-        host's."""
+        """Keys and values so placed, and as many weights as fit beside them: of every accelerator on its own memory, and on its share of
+        the host's."""
         bare = self.decision(candidate, {}, kv, pipeline)
         beside = self.memory.parts_beside_weights(bare)
         left = {tier: self.memory.capacity[tier] - sum(named.values()) for tier, named in beside.items()}

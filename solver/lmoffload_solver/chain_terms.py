@@ -227,8 +227,10 @@ class ChainTerms:
                 hidden["store"][row] += many * crossings * work.store_hidden
         sums["device"] *= self._device_share(costs)
         hidden["head"] *= self._device_share(costs)
-        for moved in (sums["upload"], sums["store"], hidden["load"], hidden["store"]):
-            moved /= self.num_devices
+        moved: tuple[tuple[dict[str, Array], tuple[str, ...]], ...] = ((sums, ("upload", "store")), (hidden, ("load", "store")))
+        for amounts, names in moved:
+            for name in names:
+                amounts[name] /= self.num_devices
         base = sums["device"].min(axis=2)
         early = np.zeros(shape, dtype=bool)
         early[1:] = np.array([[step.weight <= 1] for step in self.job.steps[1:]], dtype=bool).reshape(-1, 1)
