@@ -77,6 +77,7 @@ class DeviceRunner:
         parts, own = self._parts, [batch for batch in batches if isinstance(batch, DeviceBatch)]
         with ExitStack() as stack:
             blocks = [stack.enter_context(self._on_stage(stage, own)) for stage in parts.stages]
+            parts.meter.spilled_bytes = max(parts.meter.spilled_bytes, sum(block.kv.bytes["disk"] for block in blocks))
             tasks = DeviceTasks(parts, blocks, stop_ids, decode)
             walk = _Walk(parts, own, tasks, max(batch.most_steps for batch in own))
             try:

@@ -123,6 +123,8 @@ class Meter:
     """Of keys and values, in every step."""
     held_tokens: int = 0
     """Of them those with keys and values of a row that computed."""
+    spilled_bytes: int = 0
+    """Of a block's keys and values on the disk, at most."""
     phase: Phase = "prefill"
     """Of what computes now."""
     reads: dict[tuple[Phase, int], Sum] = field(default_factory=dict)

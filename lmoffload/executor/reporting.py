@@ -40,7 +40,7 @@ def run_report(
         bytes_read: from disk, as the kernel counts them.
     """
     peak = process.peak_resident_bytes()
-    measured = meter.figures(_peak_bytes(device, peak), base_bytes)
+    measured = meter.figures(_peak_bytes(device, peak, meter.spilled_bytes + plan.weights.bytes.get("disk", 0)), base_bytes)
     work = performed(meter, shape, plan, units)
     return RunReport(
         plan=plan,
@@ -83,9 +83,10 @@ def _resident_bytes(stores: Sequence[StoredWeights]) -> dict[Tier, int]:
     return found
 
 
-def _peak_bytes(device: DeviceSide | None, resident: int) -> dict[Tier, int]:
-    """By tier, of the fullest accelerator. An emulated device's memory is the process's own, and counted apart."""
+def _peak_bytes(device: DeviceSide | None, resident: int, on_disk: int) -> dict[Tier, int]:
+    """By tier, of the fullest accelerator; of the disk, homes. An emulated device's memory is the process's own, and counted apart."""
     if device is None:
         return {"host": resident}
     taken = device.peak_bytes
-    return {"device": max(taken), "host": max(0, resident - sum(taken)) if device.emulated else resident}
+    host = max(0, resident - sum(taken)) if device.emulated else resident
+    return {"device": max(taken), "host": host, "disk": on_disk}

@@ -118,7 +118,10 @@ def plan_of(
 def _with_spilled(model: ModelShape, plan: Plan) -> Plan:
     """With the bytes of keys and values on the disk as they will lie there: in whole pages, of each prompt's own length."""
     on_disk = sum(spilled.num_bytes for spilled in spilled_of(model, plan).values())
-    return plan.model_copy(update={"kv": plan.kv.model_copy(update={"bytes": {**plan.kv.bytes, "disk": on_disk}})})
+    peaks = plan.predicted.peak_bytes
+    predicted = plan.predicted.model_copy(update={"peak_bytes": {**peaks, "disk": peaks["disk"] + on_disk - plan.kv.bytes["disk"]}})
+    kv = plan.kv.model_copy(update={"bytes": {**plan.kv.bytes, "disk": on_disk}})
+    return plan.model_copy(update={"kv": kv, "predicted": predicted})
 
 
 def decision_of(model: ModelShape, plan: Plan) -> Decision:
