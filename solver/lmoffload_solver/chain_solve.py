@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.chain_domain import ChainCandidate
 from lmoffload_solver.chain_plan import Remarks, plan_of
 from lmoffload_solver.chain_program import GB, ChainProgram
@@ -108,7 +109,7 @@ def shortage(search: ChainSearch) -> Infeasible:
     layer = float(max(domain.placer(formats).orders[0].largest_rest))
     on_device = min(layer, needed)
     lacks: dict[str, float] = {
-        "device memory": on_device - rooms["device"],
+        "device memory": on_device - rooms["device"] / domain.num_devices,
         "host memory": -rooms["host"],
         "weights memory": on_device - domain.weights_room(candidate),
     }
@@ -117,8 +118,12 @@ def shortage(search: ChainSearch) -> Infeasible:
         resource = "disk space"
         lacks[resource] = needed - max(0.0, rooms["device"]) - max(0.0, rooms["host"]) - rooms["disk"]
     lack = max(1, round(lacks[resource]))
+    device = search.machine.accelerator
+    emulating, rate = "--device-memory", ""
+    if isinstance(device, EmulatedDevice) and resource == "device memory" and domain.limits.device_memory_bytes is None:
+        emulating, rate = "--emulate-device", f"@{device.bytes_per_s / 1e6:g}MB/s"
     options: dict[str, tuple[str, float]] = {
-        "device memory": ("--device-memory", memory.capacity["device"]),
+        "device memory": (emulating, memory.capacity["device"]),
         "host memory": ("--host-memory", memory.capacity["host"]),
         "disk space": ("--disk-space", memory.capacity["disk"]),
         "weights memory": ("--weights-memory", memory.weights_capacity),
@@ -126,4 +131,5 @@ def shortage(search: ChainSearch) -> Infeasible:
     option, granted = options[resource]
     enough = round(granted) + lack
     cause = "shorter prompts would help too" if resource == "device memory" else "a looser --quality would help too"
-    return Infeasible(resource, lack, f"Give the plan at least {enough} bytes of {resource} ({option} {-(-enough // 2**20)}MiB); {cause}.")
+    enough_told = f"{option} {-(-enough // 2**20)}MiB{rate}"
+    return Infeasible(resource, lack, f"Give the plan at least {enough} bytes of {resource} ({enough_told}); {cause}.")
