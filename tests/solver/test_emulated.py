@@ -176,7 +176,8 @@ def test_prices_of_links_and_disk_count_what_they_cost_others(change: str) -> No
         Measured(first="copy", second="host_compute", first_slowdown=1.3, second_slowdown=1.6, first_per_s=1e8),
         Measured(first="disk_read", second="host_compute", first_slowdown=1.5, second_slowdown=1.5),
     )
-    machine = emulated(machine_of(contention=slow), DEVICE)
+    rate = 1e8 if change == "upload" else 3e8
+    machine = emulated(machine_of(contention=slow), EmulatedDevice(memory_bytes=6 * MIB, bytes_per_s=rate))
     link, disk = machine.links[0].bytes_per_s, machine.disks[0]
     quick = 1.0001
     if change == "upload":
@@ -190,11 +191,12 @@ def test_prices_of_links_and_disk_count_what_they_cost_others(change: str) -> No
         other = machine.model_copy(update={"disks": (disk.model_copy(update={"read": read}),)})
     job, limits = Job(model_of(), make_work(8, 64, 4)), Limits(micro_batch=2, num_micro_batches=2)
     if change == "disk_read":
-        limits = limits.model_copy(update={"weights_memory_bytes": 3 * MIB})
+        limits = limits.model_copy(update={"weights_memory_bytes": 5 * MIB})
     searches = [ChainSearch(job, one, one.disks[0], limits, "exact", float("inf")) for one in (machine, other)]
     found = searches[0].run()
     assert found is not None
-    programs = [ChainProgram(search.domain.choices(found.candidate)) for search in searches]
+    candidate = replace(found.candidate, prefetch_depth=1)
+    programs = [ChainProgram(search.domain.choices(candidate)) for search in searches]
     slower, quicker = (solve_program(program) for program in programs)
     assert slower is not None and quicker is not None
     gain = slower.total_s - quicker.total_s
