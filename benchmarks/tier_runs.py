@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lmoffload.api.limits import emulated_device_of
@@ -16,8 +16,9 @@ from lmoffload_solver.chain_variants import KernelVariants
 from lmoffload_solver.decision import Decision, Job
 from lmoffload_solver.emulated import emulated
 from lmoffload_solver.machine import MachineProfile
-from lmoffload_solver.plan import Plan, Predicted
+from lmoffload_solver.plan import Plan
 from lmoffload_solver.policies.price import Policy, price_policy
+from lmoffload_solver.report import RunReport
 from lmoffload_solver.value import Quality
 from lmoffload_solver.workload import Limits, PromptGroup, Workload
 
@@ -70,6 +71,10 @@ class Measured:
     """Of the busiest resource in a decode step, contention included, as predicted."""
     predicted_peak: dict[str, int]
     measured_peak: dict[str, int]
+    control_share: float = 0.0
+    """Of the job's time, what the thread that hands tasks over worked."""
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """Seconds on cores by class of tasks."""
 
     @property
     def error(self) -> float:
@@ -128,7 +133,8 @@ class Bench:
 
     def run(self, name: str, case: Case, plan: Plan) -> Measured:
         """Run a plan once, on synthetic prompts."""
-        measured = plan.predicted if self.predicted else self._measured(case, plan)
+        report = None if self.predicted else self._reported(case, plan)
+        measured = plan.predicted if report is None else report.measured
         return Measured(
             name,
             self.model.shape.name,
@@ -141,19 +147,21 @@ class Bench:
             self.busiest_step_s(case, plan),
             dict(plan.predicted.peak_bytes),
             dict(measured.peak_bytes),
+            0.0 if report is None else (report.control_s or 0.0) / measured.total_s,
+            {} if report is None else {task: figures.cpu_s for task, figures in report.threads.items()},
         )
 
-    def _measured(self, case: Case, plan: Plan) -> Predicted:
+    def _reported(self, case: Case, plan: Plan) -> RunReport:
         from lmoffload.executor import Engine, Sampling  # loads torch, whose environment `main` prepares
         from lmoffload.jobs.job import Options, synthetic_job
 
         job = synthetic_job(self.model.shape, case.num_prompts, case.prompt_len, Options(case.gen_len, Sampling(temperature=0.0), ()))
         with Engine(self.model.require_checkpoint(), plan) as engine:
             engine.generate(job.requests)
-            measured = engine.report().measured
+            report = engine.report()
         del engine
         gc.collect()  # a run's memory is not the next one's
-        return measured
+        return report
 
 
 def in_words(plan: Plan) -> str:

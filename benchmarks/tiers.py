@@ -116,6 +116,10 @@ def show(console: Console, rows: Sequence[Measured]) -> None:
     absolute = [abs(row.error) for row in rows]
     console.print(f"error: median {statistics.median(absolute):.1%}, largest {max(absolute):.1%}")
     ratios = [row.over_busiest for row in rows if row.name not in (*POLICIES, "no overlap")]
+    console.print(f"control: at most {max(row.control_share for row in rows):.2%} of a job's time")
+    for row in rows:
+        told = ", ".join(f"{task} {seconds:.1f}" for task, seconds in row.cpu_s.items())
+        console.print(f"{row.name}: seconds on cores {told or 'not measured'}")
     console.print(f"decode step over the busiest resource's own time, of plans that overlap: largest {max(ratios):.2f}")
 
 

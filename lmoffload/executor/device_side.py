@@ -10,6 +10,7 @@ import torch
 
 from lmoffload.executor import process
 from lmoffload.executor.accelerators import accelerators_of
+from lmoffload.executor.attention_streams import StreamedAttention
 from lmoffload.executor.cores import cores_of, nodes_here
 from lmoffload.executor.host import ThreadQueue
 from lmoffload.executor.meter import Meter
@@ -20,6 +21,7 @@ from lmoffload.executor.stored_weights import StoredTensors
 from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.kernels.device_linear import DTYPES
 from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.processor import HostProcessor
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_schedule import Server
 from lmoffload_solver.chain_tasks import chain_units
@@ -39,7 +41,8 @@ class DeviceSide:
     units: tuple[Unit, ...]
     stages: tuple[Stage, ...]
     queues: dict[Server, Queue]
-    attention_pool: Pool
+    attention_pools: tuple[Pool, ...]
+    """Of each stream of the host's attention."""
 
     @staticmethod
     def of(shape: ModelShape, plan: Plan, stored_format: str, accelerators: Sequence[Accelerator] = ()) -> DeviceSide | None:
@@ -57,23 +60,33 @@ class DeviceSide:
         decision = decision_of(shape, plan)
         count, units = decision.pipeline.num_stages, chain_units(shape, decision)
         computing, dtype = plan.threads.get("compute", 1), DTYPES.get(stored_format, torch.bfloat16)
-        cores = cores_of({**plan.threads, "compute": count * computing}, nodes_here())
-        theirs = [cores.get("compute", ())[first : first + computing] for first in range(0, count * computing, computing)]
-        staging, disk, attention = (cores.get(name, ()) for name in _HOST_CLASSES)
+        streams = plan.attention.streams
+        attending = plan.threads.get("host_attention", 1) // streams
+        groups = [attending] * streams + [computing] * count + [plan.threads.get(name, 1) for name in ("staging", "disk_io")]
+        *cores, staging, disk = cores_of(groups, nodes_here())
+        attention, theirs = cores[:streams], cores[streams:]
         queues: dict[Server, Queue] = {
             ("disk_read", 0): ThreadQueue("read-queue", disk),
             ("disk_write", 0): ThreadQueue("write-queue", disk),
-            ("host_attention", 0): ThreadQueue("attention", attention[:1]),
         }
+        for number, own in enumerate(attention):
+            queues["host_attention", number] = ThreadQueue(f"attention-{number}", own[:1])
         stages = []
         for index, accelerator in enumerate(accelerators or accelerators_of(plan, theirs, staging)):
-            for resource in ("device", "upload", "download"):
-                queues[resource, index] = getattr(accelerator, "compute" if resource == "device" else resource)
+            queues["device", index] = accelerator.compute
+            queues["upload", index], queues["download", index] = accelerator.upload, accelerator.download
             pool = Pool(computing, theirs[index] or None)
             here, is_last = decision.pipeline.units_of(index, len(units)), index == count - 1
             stages.append(Stage(index, here, is_last, accelerator, pool, accelerator.processor(pool, dtype)))
-        pool = Pool(plan.threads.get("host_attention", 1), attention or None)
-        return DeviceSide(decision, units, tuple(stages), queues, pool)
+        pools = tuple(Pool(attending, own or None) for own in attention)
+        return DeviceSide(decision, units, tuple(stages), queues, pools)
+
+    @property
+    def host(self) -> HostProcessor:
+        """Attends where keys and values lie on the host, in a task of the first queue of its streams."""
+        first, *others = self.attention_pools
+        queues = [self.queues["host_attention", number] for number in range(1, 1 + len(others))]
+        return StreamedAttention(first, tuple(zip(queues, others, strict=True)))
 
     def bind(
         self, models: Sequence[Any], shape: ModelShape, tensors: StoredTensors, plan: Plan, reader: DiskReader, meter: Meter
@@ -105,7 +118,8 @@ class DeviceSide:
             ids[CLASS_OF[resource]] += queue.native_ids
         for stage in self.stages:
             ids["compute"] += stage.pool.native_ids
-        ids["host_attention"] += self.attention_pool.native_ids
+        for pool in self.attention_pools:
+            ids["host_attention"] += pool.native_ids
         return {
             name: ThreadFigures(planned=plan.threads.get(name, 1), cpu_s=sum(map(process.thread_cpu_s, numbers)))
             for name, numbers in ids.items()
@@ -117,13 +131,12 @@ class DeviceSide:
             queue.discard()
         for queue in self.queues.values():
             queue.close()
-        self.attention_pool.close()
+        for pool in self.attention_pools:
+            pool.close()
         for stage in self.stages:
             stage.pool.close()
             stage.accelerator.close()
 
-
-_HOST_CLASSES: tuple[TaskClass, ...] = ("staging", "disk_io", "host_attention")
 
 CLASS_OF: dict[Resource, TaskClass] = {
     "device": "compute",

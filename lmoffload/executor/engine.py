@@ -302,9 +302,8 @@ class Engine:
         self._stores, self._meters = [one.weights for one in stages], [one.meter for one in stages]
         self._runtimes = [one.runtime for one in stages]
         check_bytes(self._stores, shape, plan)
-        host = HostProcessor(device.attention_pool)
         return DeviceRunner(
-            DeviceParts(shape, plan, device.decision, units, stages, reader, device.queues, host, self.meter, kv_folder)
+            DeviceParts(shape, plan, device.decision, units, stages, reader, device.queues, device.host, self.meter, kv_folder)
         )
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmoffload_solver import counting
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.chain_predict import ChainSimulated, costs_of, simulate_chain
 from lmoffload_solver.chain_variants import PRODUCTS
 from lmoffload_solver.core_split import split_of
@@ -12,6 +13,7 @@ from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_memory import ChainMemory, memory_of
 from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.host_cores import HostCores
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
@@ -94,6 +96,7 @@ def plan_of(
             decode="host" if attended else "device",
             host_share=len(attended) / (job.model.num_layers * decision.num_micro_batches),
             host=attended,
+            streams=_streams(machine, decision, file_system) if attended else 1,
         ),
         weights=_weights(job.model, decision),
         kv=_kv(job, memory, decision),
@@ -113,6 +116,14 @@ def plan_of(
         remarks=(*machine.remarks, *remarks.sentences),
     )
     return plan if limits.emulated_device is None else _with_spilled(job.model, plan)
+
+
+def _streams(machine: MachineProfile, decision: Decision, file_system: str | None) -> int:
+    """Of the host's attention, as it is priced: those that make most of its threads; one beside an emulated device."""
+    if not decision.threads or isinstance(machine.accelerator, EmulatedDevice):
+        return 1
+    cores = HostCores.of(machine, disk_of(machine, file_system), decision.most_threads)
+    return cores.streams(decision.threads["host_attention"], decision.num_micro_batches)[0]
 
 
 def _with_spilled(model: ModelShape, plan: Plan) -> Plan:

@@ -35,6 +35,8 @@ class AttentionPlace(Value):
     """Of the (layer, micro-batch) units of keys and values, those that the host attends to in decode."""
     host: tuple[tuple[int, int], ...] = ()
     """Those units, where a device attends to the others."""
+    streams: Annotated[int, Field(gt=0, le=MOST_THREADS)] = 1
+    """Of the host's attention beside a device, its threads shared out equally among them."""
 
 
 class TensorPlan(Value):

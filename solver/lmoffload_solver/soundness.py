@@ -136,6 +136,8 @@ def _refill(plan: Plan) -> Iterator[str]:
 def _threads(plan: Plan) -> Iterator[str]:
     attending: tuple[TaskClass, ...] = ("host_attention",) if on_device(plan) and plan.attention.host else ()
     needed: tuple[TaskClass, ...] = ("compute", "disk_io", *attending)
+    if plan.attention.streams > plan.threads.get("host_attention", 1):
+        yield f"it has {plan.attention.streams} streams of attention with {plan.threads.get('host_attention', 1)} threads together"
     for task in needed:
         if task not in plan.threads:
             yield f"it leaves out the threads of {task}"
