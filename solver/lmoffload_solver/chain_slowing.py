@@ -7,7 +7,7 @@ others cost a resource adds up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise, product
 from typing import TypeAlias, TypeVar
@@ -22,6 +22,7 @@ Slowdowns: TypeAlias = Mapping[tuple[Resource, Resource], Contention]
 Seconds: TypeAlias = dict[Resource, float]
 
 K = TypeVar("K", bound=Hashable)
+_Item = TypeVar("_Item")
 
 BATCH: dict[str, Resource] = {
     "read": "disk_read",
@@ -71,23 +72,24 @@ def factors(alone: Mapping[K, float], slowdowns: Slowdowns, resource_of: Callabl
 def busy_of(units: Sequence[UnitWork], pipeline: Pipeline = ALONE) -> dict[Server, float]:
     """Seconds that each server works in a step: a stage's weights move once for every wave."""
     busy: dict[Server, float] = {}
-    different = {id(unit): unit for unit in units}
-    counts = Counter((id(unit), pipeline.stage_of(place)) for place, unit in enumerate(units))
-    for (number, stage), times in counts.items():
-        unit = different[number]
-        moves = times * len(pipeline.waves_of(len(unit.batches)))
-        of_unit: Seconds = {}
-        _add(of_unit, unit, UNIT)
-        found: Seconds = {resource: moves * seconds for resource, seconds in of_unit.items()}
-        of_batches: Seconds = {}
-        for batch in unit.batches:
-            _add(of_batches, batch, BATCH)
-        for resource, seconds in of_batches.items():
-            found[resource] = found.get(resource, 0.0) + times * seconds
-        for resource, seconds in found.items():
+    for stage in range(pipeline.num_stages):
+        alone: Seconds = {}
+        here = pipeline.units_of(stage, len(units))
+        for unit, times in _counted(units[here.start : here.stop]):
+            _add(alone, unit, UNIT, times * len(pipeline.waves_of(len(unit.batches))))
+            for batch, of_unit in _counted(unit.batches):
+                _add(alone, batch, BATCH, times * of_unit)
+        for resource, seconds in alone.items():
             server = server_of(resource, stage)
             busy[server] = busy.get(server, 0.0) + seconds
     return busy
+
+
+def _counted(items: Sequence[_Item]) -> Iterator[tuple[_Item, int]]:
+    """Each object once, and how many times it is there."""
+    different = {id(item): item for item in items}
+    for number, times in Counter(map(id, items)).items():
+        yield different[number], times
 
 
 def _step_slowed(step: list[UnitWork], slowdowns: Slowdowns, pipeline: Pipeline) -> list[UnitWork]:
@@ -96,15 +98,16 @@ def _step_slowed(step: list[UnitWork], slowdowns: Slowdowns, pipeline: Pipeline)
     found = factors(busy_of(step, pipeline), slowdowns, lambda server: server[0])
     if not found:
         return step
-    stretched: dict[tuple[int, int], UnitWork] = {}
     slow: list[UnitWork] = []
-    for place, unit in enumerate(step):
-        stage = pipeline.stage_of(place)
-        key = id(unit), stage
-        if key not in stretched:
-            here = {resource: factor for (resource, at), factor in found.items() if at == stage or resource not in OWN}
-            stretched[key] = _stretched(unit, here, [here] * len(unit.batches))
-        slow.append(stretched[key])
+    for stage in range(pipeline.num_stages):
+        here = {resource: factor for (resource, at), factor in found.items() if at == stage or resource not in OWN}
+        stretched: dict[int, UnitWork] = {}
+        places = pipeline.units_of(stage, len(step))
+        units = step[places.start : places.stop]
+        for unit, _ in _counted(units):
+            scaled = {id(batch): _scaled(batch, here) for batch, _ in _counted(unit.batches)}
+            stretched[id(unit)] = _with_own(unit, here, [scaled[id(batch)] for batch in unit.batches])
+        slow += [stretched[id(unit)] for unit in units]
     return slow
 
 
@@ -128,25 +131,24 @@ def _turns_slowed(steps: list[list[UnitWork]], slowdowns: Slowdowns) -> list[lis
     slow = []
     for number, unit in enumerate(flat):
         weights = {**coming[number], "device": turns[number][0].get("device", 1.0)}
-        slow.append(_stretched(unit, weights, turns[number]))
+        slow.append(_with_own(unit, weights, [_scaled(work, found) for work, found in zip(unit.batches, turns[number], strict=True)]))
     ends = [0]
     for step in steps:
         ends.append(ends[-1] + len(step))
     return [slow[first:end] for first, end in pairwise(ends)]
 
 
-def _add(alone: Seconds, work: BatchWork | UnitWork, fields: Mapping[str, Resource]) -> None:
+def _add(alone: Seconds, work: BatchWork | UnitWork, fields: Mapping[str, Resource], times: int = 1) -> None:
     for name, resource in fields.items():
         seconds = getattr(work, name)
         if seconds:
-            alone[resource] = alone.get(resource, 0.0) + seconds
+            alone[resource] = alone.get(resource, 0.0) + times * seconds
 
 
-def _stretched(unit: UnitWork, weights: Seconds, batches: Sequence[Seconds]) -> UnitWork:
-    """A unit with its own tasks longer by some factors, and those of each micro-batch by others."""
-    scaled = [_scaled(work, found) for work, found in zip(unit.batches, batches, strict=True)]
+def _with_own(unit: UnitWork, weights: Seconds, batches: Sequence[BatchWork]) -> UnitWork:
+    """A unit with these micro-batches, and its own tasks longer by some factors."""
     own = {name: getattr(unit, name) * weights[resource] for name, resource in UNIT.items() if resource in weights}
-    return replace(unit, batches=tuple(scaled), **own)
+    return replace(unit, batches=tuple(batches), **own)
 
 
 def _scaled(work: BatchWork, found: Seconds) -> BatchWork:

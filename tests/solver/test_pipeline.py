@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_plan import decision_of, plan_of
-from lmoffload_solver.chain_predict import busiest_s, costs_of, simulate_chain
+from lmoffload_solver.chain_predict import costs_of, simulate_chain
 from lmoffload_solver.chain_rounding import spread_kv
 from lmoffload_solver.chain_schedule import WHOLE, BatchWork, Clock, Graph, Share, UnitWork, handing_on
 from lmoffload_solver.chain_search import ChainSearch
@@ -157,7 +157,6 @@ def test_no_plan_drawn_at_random_is_quicker_than_the_search_or_its_bound(seed: i
     found = search.run()
     assert found is not None and search.memory.fits(found.decision)
     assert found.decision.pipeline.num_stages == count
-    assert found.simulated.total_s >= busiest_s(job, costs_of(machine, found.decision), found.decision)
     tried = 0
     for _ in range(300):
         decision = random_decision(search, chance)
