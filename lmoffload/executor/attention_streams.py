@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lmoffload.executor.resources import Queue
-from lmoffload.kernels.kv_rows import KVRows, Numbers
+from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import HostProcessor
 
@@ -24,8 +24,12 @@ class StreamedAttention(HostProcessor):
     others: tuple[tuple[Queue, Pool], ...] = ()
     """Of each further stream who calls, and its threads; the calling thread and `pool` are the first."""
 
-    def decode(self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, **options: Any) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+    ) -> torch.Tensor:
         parts = shares(lengths, 1 + len(self.others))
+        if len(parts) == 1:
+            return super().decode(q, keys, values, rows, lengths, memo, **options)
         found: list[torch.Tensor] = [q] * len(parts)
 
         def attend(number: int, pool: Pool) -> None:
@@ -38,7 +42,7 @@ class StreamedAttention(HostProcessor):
         attend(0, self.pool)
         for event in events:
             event.wait()
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return torch.cat(found)
 
 
 def shares(lengths: Numbers, count: int) -> Sequence[range]:

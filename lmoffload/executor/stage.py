@@ -62,7 +62,7 @@ def bind_model(
     """Put our parts into a model of transformers; returns what they ask.
 
     Args:
-        reached: units at which its forwards stop; None: all.
+        reached: units at which its forwards stop on an accelerator; None: it is the host's own, and they stop at all.
 
     Raises:
         StatedError: the checkpoint does not feed it.
@@ -72,5 +72,5 @@ def bind_model(
     layers = [unit.index for unit in units if unit.kind == "layer"]
     parts = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
     here = [index if reached is None or index in reached else None for index in layers]
-    bind(model, shape, runtime, weights.vectors, here, parts)
+    bind(model, shape, runtime, weights.vectors, here, parts, waits_in_attention=reached is not None)
     return runtime

@@ -16,6 +16,7 @@ from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
 from lmoffload.modeling.elementwise import bind_elementwise
 from lmoffload.modeling.experts import BoundExperts
 from lmoffload.modeling.linear import BoundHead, BoundLinear, BoundWeight
+from lmoffload.modeling.recorder import Recorder
 from lmoffload.modeling.rotary import bind_rotary
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
@@ -48,6 +49,7 @@ def bind(
     vectors: Mapping[str, torch.Tensor],
     layer_units: Sequence[int | None],
     part_units: Mapping[str, int] = MappingProxyType({}),
+    waits_in_attention: bool = False,
 ) -> None:
     """Bind `model` (on the meta device) to a runtime, once.
 
@@ -58,6 +60,7 @@ def bind(
         vectors: every resident tensor that is not a linear layer's matrix, in the processor's dtype and on its device, by parameter name.
         layer_units: unit index at which each decoder layer begins; None: it is computed elsewhere, and lets hidden states pass.
         part_units: unit index that begins at the product of a matrix, by its name, where layers are cut.
+        waits_in_attention: other micro-batches may compute while one attends.
 
     Raises:
         StatedError: a parameter of the model is not fed by the checkpoint, or a tensor of the checkpoint feeds none.
@@ -93,7 +96,8 @@ def bind(
     _move_buffers(model, runtime.processor.device)
     bind_rotary(model, runtime)
     if runtime.processor.pool is not None:  # a device has torch's operators
-        bind_elementwise(model, runtime.processor.pool)
+        is_cut = part_units or waits_in_attention
+        bind_elementwise(model, runtime.processor.pool, None if is_cut else Recorder(runtime, runtime.processor.pool))
     model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
