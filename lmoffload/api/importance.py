@@ -11,7 +11,9 @@ from lmoffload.api.planning import ModelPlan, solve_for
 from lmoffload.api.telling import Tell
 from lmoffload.checkpoint import Importance, needs_importance, open_store, read_importance, write_importance
 from lmoffload.errors import InfeasibleError, StatedError
+from lmoffload.profiler.apart import HANGS_S, ask_child
 from lmoffload_solver.emulated import bare
+from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.plan import KernelsPlan, Plan, kept_model
 from lmoffload_solver.workload import Limits, Workload
 
@@ -68,12 +70,32 @@ def require_importance(planned: ModelPlan, text: Text, tell: Tell) -> None:
     )
     if stored or read_importance(model.digest) is not None:
         return
+    from lmoffload.jobs.sample import calibration_sample
+
     tell("Weights are rounded to 4 bits for the first time: measuring what their columns count.")
+    machine, limits = bare(planned.machine, planned.plan.limits)
+    windows = windows_of(text, calibration_sample(), model, CALIBRATION_TOKENS)
     try:
-        machine, limits = bare(planned.machine, planned.plan.limits)
-        importance_of(model, Machine(machine, is_here=True), limits, text)
+        _measure_apart(model, machine, limits, windows)
     except InfeasibleError as error:
         tell(f"They are rounded to the nearest instead, which loses more, because the model as it is stored cannot be run: {error}")
+
+
+def _measure_apart(model: Model, machine: MachineProfile, limits: Limits, windows: Windows) -> None:
+    """Measure in a process of its own, whose heap does not stay with this one's run; in this one where both do not fit.
+
+    Raises:
+        InfeasibleError: no plan exists within the limits.
+        StatedError: something cannot be read or written.
+    """
+    from lmoffload.executor.process import resident_bytes
+
+    most = machine.host.memory_usable_bytes if limits.host_memory_bytes is None else limits.host_memory_bytes
+    beside = limits.model_copy(update={"host_memory_bytes": max(1, most - resident_bytes())})
+    documents = {"machine": machine.model_dump_json(), "limits": beside.model_dump_json()}
+    arguments = {"model": model.place, "windows": [list(window) for window in windows], **documents}
+    if not ask_child("importance", HANGS_S, arguments, module="lmoffload.api.child")["measured"]:
+        measure_importance(model, Machine(machine, is_here=True), limits, windows)
 
 
 def importance_of(
@@ -88,14 +110,23 @@ def importance_of(
     found = read_importance(model.digest)
     if found is not None:
         return found
+    from lmoffload.jobs.sample import calibration_sample
+
+    windows = windows_of(text, calibration_sample(), model, CALIBRATION_TOKENS)
+    return measure_importance(model, machine, limits, windows, on_progress)
+
+
+def measure_importance(
+    model: Model, machine: Machine, limits: Limits, windows: Windows, on_progress: Callable[[float], None] = lambda share: None
+) -> Importance:
+    """The same, measured now over the first windows of the calibration text."""
     from lmoffload import executor
     from lmoffload.jobs.sample import calibration_sample
 
-    checkpoint, sample = model.require_checkpoint(), calibration_sample()
-    windows = windows_of(text, sample, model, CALIBRATION_TOKENS)
+    checkpoint = model.require_checkpoint()
     plan = plan_of_windows(model, machine, limits, windows, EXACT_KERNELS, scored=False)
     with executor.Engine(checkpoint, plan) as engine:
         squares = engine.input_squares(windows, on_progress)
-    found = Importance({name: square.numpy() for name, square in squares.items()}, sample.name)
+    found = Importance({name: square.numpy() for name, square in squares.items()}, calibration_sample().name)
     write_importance(found, checkpoint.fingerprint)
     return found

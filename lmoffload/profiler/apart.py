@@ -23,6 +23,7 @@ from lmoffload_solver.machine import Disk, MachineProfile
 Hear = Callable[[dict[str, Any]], None]
 
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "MKL_NUM_THREADS")
+CHILD = "lmoffload.profiler.child"
 HANGS_S = 1800.0
 """Nothing that is measured takes as long unless a device hangs."""
 GRACE_S = 5.0
@@ -74,8 +75,9 @@ def ask_child(
     *,
     default_threads: bool = False,
     hear: Hear = lambda told: None,
+    module: str = CHILD,
 ) -> dict[str, Any]:
-    """The answer of one of `child.MEASUREMENTS`, made in a fresh interpreter; see `started`.
+    """The answer of one of a module's measurements, made in a fresh interpreter; see `started`.
 
     Args:
         hear: called with what it tells while it goes on.
@@ -83,13 +85,13 @@ def ask_child(
     Raises:
         StatedError: it failed or took too long.
     """
-    with started(what, timeout_s, arguments, default_threads=default_threads) as answer:
+    with started(what, timeout_s, arguments, default_threads=default_threads, module=module) as answer:
         return answer(hear)
 
 
 @contextmanager
 def started(
-    what: str, timeout_s: float, arguments: dict[str, Any] | None = None, *, default_threads: bool = False
+    what: str, timeout_s: float, arguments: dict[str, Any] | None = None, *, default_threads: bool = False, module: str = CHILD
 ) -> Iterator[Callable[[Hear], dict[str, Any]]]:
     """Start a measurement in a fresh interpreter, which ends with this context whatever happens; gives what waits for its answer.
 
@@ -97,6 +99,7 @@ def started(
         timeout_s: it is killed after that.
         arguments: the measurement's own.
         default_threads: leave out of its environment what tells OpenMP how to wait.
+        module: what is run; its main is `child.main`.
     """
     environment = {name: value for name, value in os.environ.items() if not default_threads or name not in WAIT_VARIABLES}
     # The child may have to be killed, so that its files must be ours to remove.
@@ -104,7 +107,7 @@ def started(
         errors = Path(folder) / "stderr"
         with errors.open("w") as stderr:
             child = subprocess.Popen(
-                [sys.executable, "-m", "lmoffload.profiler.child", what, json.dumps(arguments or {})],
+                [sys.executable, "-m", module, what, json.dumps(arguments or {})],
                 env=environment | {"TMPDIR": folder}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True,
             )  # fmt: skip
         late = threading.Event()

@@ -99,7 +99,7 @@ MEASUREMENTS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
 )
 
 
-def main(what: str, arguments: dict[str, Any]) -> int:
+def main(measurements: Mapping[str, Callable[..., dict[str, Any]]], what: str, arguments: dict[str, Any]) -> int:
     """Measure, and write what is said to standard output, which nothing else then reaches."""
     prepare_signals()
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -109,7 +109,7 @@ def main(what: str, arguments: dict[str, Any]) -> int:
         print(json.dumps(message), file=lines, flush=True)
 
     try:
-        write({"answer": MEASUREMENTS[what](lambda told: write({"told": told}), **arguments)})
+        write({"answer": measurements[what](lambda told: write({"told": told}), **arguments)})
     except StatedError as error:
         write({"stated": str(error)})
     except (KeyboardInterrupt, BrokenPipeError):
@@ -118,4 +118,4 @@ def main(what: str, arguments: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], json.loads(sys.argv[2])))
+    sys.exit(main(MEASUREMENTS, sys.argv[1], json.loads(sys.argv[2])))
