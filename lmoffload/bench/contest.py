@@ -1,0 +1,198 @@
+"""Peers on the same work: tokens compared first, then a short sweep of each one's settings, then interleaved rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lmoffload.bench.peer import Attempt, Conditions, Peer, attempt, with_check
+from lmoffload.bench.work import Work
+from lmoffload.units import format_number
+from lmoffload_solver.comparison import Check, Row, Run, Settings, System
+
+Tell = Callable[[str], None]
+
+CHECK_PROMPTS, CHECK_TOKENS = 2, 8
+TRIAL_TOKENS = 3
+"""Of a run of a sweep: the prefill and two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """How peers are compared."""
+
+    work: Work
+    conditions: Conditions
+    rounds: int = 3
+    cut: int | None = None
+    """Tokens after which a run ends and the rest is projected; None: it does all."""
+    check_projection: bool = False
+    """Runs do all, and are told as `cut` tokens would have been projected."""
+    sweep: bool = True
+    reference: Peer | None = None
+    """Whose greedy tokens are the right ones."""
+    tell: Tell = field(default=lambda remark: None)
+
+    def run(self, peers: Sequence[Peer]) -> tuple[System, ...]:
+        """Every peer's system, in the order given."""
+        entries = [_Entry(peer, _system_of(peer)) for peer in peers]
+        able = [entry for entry in entries if entry.system.status == "done"]
+        wanted = self._reference_tokens() if able else ()
+        for entry in able:
+            entry.check = self._checked(entry, wanted)
+            self._swept(entry)
+        for number in range(1, self.rounds + 1):
+            for entry in able:
+                for kind in entry.kinds:
+                    self._once_more(entry, kind, number)
+        return tuple(entry.told() for entry in entries)
+
+    @property
+    def _measured(self) -> Work:
+        """What a run of a round does."""
+        if self.cut is None or self.check_projection:
+            return self.work
+        return self.work.first(len(self.work.prompts), self.cut)
+
+    def _reference_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Empty where there is no reference, or it fails."""
+        if self.reference is None:
+            return ()
+        self.tell("Greedy tokens of the reference")
+        found = attempt(self.reference, self._check_work, self.reference.default, self.conditions)
+        return found.answer.token_ids if found.answer is not None and found.run.status == "done" else ()
+
+    @property
+    def _check_work(self) -> Work:
+        return self.work.first(CHECK_PROMPTS, CHECK_TOKENS).model_copy(update={"repeats": 1})
+
+    def _checked(self, entry: _Entry, wanted: tuple[tuple[int, ...], ...]) -> Check:
+        """The peer's greedy tokens of the first prompts beside the reference's, with its default settings."""
+        peer = entry.peer
+        self.tell(f"Greedy tokens of {peer.name}")
+        found = attempt(peer, self._check_work, _for(peer.default, self._check_work), self.conditions)
+        if found.answer is None:
+            return Check(status="failed", sentence=f"{found.run.status}: {found.run.sentence}")
+        entry.about = found.answer.about
+        if found.run.status != "done":
+            return Check(status="failed", sentence=f"{found.run.status}: {found.run.sentence}", tokens=found.answer.token_ids)
+        if not wanted:
+            return Check(status="not compared", sentence="There are no reference tokens.", tokens=found.answer.token_ids)
+        if not peer.comparable:
+            sentence = f"Weights in {peer.weights}, which are not the checkpoint's own; {difference(found.answer.token_ids, wanted)}"
+            return Check(status="not compared", sentence=sentence, tokens=found.answer.token_ids)
+        equal = found.answer.token_ids == wanted
+        return Check(
+            status="equal" if equal else "differs",
+            sentence=difference(found.answer.token_ids, wanted),
+            tokens=found.answer.token_ids,
+        )
+
+    def _swept(self, entry: _Entry) -> None:
+        """Try one setting after the other, each time keeping the best value found so far; failures are trials too."""
+        peer = entry.peer
+        if not (self.sweep and peer.axes):
+            return
+        best, best_rate = peer.default, self._trial(entry, peer.default)
+        for name, values in peer.axes.items():
+            start = best
+            for value in values:
+                if value != start.get(name):
+                    settings = {**start, name: value}
+                    rate = self._trial(entry, settings)
+                    if rate > best_rate:
+                        best, best_rate = settings, rate
+        entry.best = best
+
+    def _trial(self, entry: _Entry, settings: Settings) -> float:
+        """Tokens per second of the whole work, projected from a short run of one batch; 0 where it fails."""
+        size = settings.get("batch") or len(self.work.prompts)
+        assert isinstance(size, int)
+        short = self.work.first(size, TRIAL_TOKENS).model_copy(update={"repeats": self.work.repeats})
+        found = self._attempt(entry, short, settings, f"{entry.peer.name}, trying {in_words(settings)}")
+        entry.trials.append(found.run)
+        return found.run.figures.tokens_per_s if found.run.figures is not None else 0.0
+
+    def _once_more(self, entry: _Entry, kind: str, number: int) -> None:
+        """One run of a row; a row that has failed is not run again."""
+        runs = entry.runs.setdefault(kind, [])
+        if any(not run.counts for run in runs):
+            return
+        settings = entry.peer.default if kind == "default" else entry.best
+        found = self._attempt(entry, self._measured, settings, f"Round {number}: {entry.peer.name}, {kind}")
+        run = found.run
+        if self.check_projection and self.cut is not None and run.status == "done":
+            run = with_check(run, self.work, self.cut)
+        runs.append(run)
+
+    def _attempt(self, entry: _Entry, work: Work, settings: Settings, what: str) -> Attempt:
+        found = attempt(entry.peer, work, settings, self.conditions, self.work)
+        figures = found.run.figures
+        told = f"{found.run.status}: {found.run.sentence}" if figures is None else f"{figures.tokens_per_s:.2f} tokens/s"
+        self.tell(f"{what}: {told}")
+        if found.answer is not None and found.run.counts:
+            entry.about = found.answer.about
+        return found
+
+
+class _Entry:
+    """A peer and what is known of it so far."""
+
+    def __init__(self, peer: Peer, system: System) -> None:
+        self.peer, self.system = peer, system
+        self.about = ""
+        self.check: Check | None = None
+        self.best = peer.default
+        self.trials: list[Run] = []
+        self.runs: dict[str, list[Run]] = {}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Rows to run: the default and, where the sweep has found a better one, the best."""
+        if not self.trials:
+            return ("only",)
+        return ("default",) if self.best == self.peer.default else ("default", "best")
+
+    def told(self) -> System:
+        rows = []
+        for kind, runs in self.runs.items():
+            settings = self.peer.default if kind == "default" else self.best
+            rows.append(Row.model_validate({"kind": kind, "settings": settings, "runs": tuple(runs)}))
+        known = {"about": self.about, "check": self.check, "trials": tuple(self.trials), "rows": tuple(rows)}
+        return self.system.model_copy(update=known)
+
+
+def _system_of(peer: Peer) -> System:
+    """A peer that nothing is known of yet but whether it can run at all."""
+    told = System(
+        name=peer.name,
+        weights=peer.weights,
+        memory_bytes=peer.memory_bytes,
+        command=f"{peer.python} {peer.program.name}",
+    )
+    if peer.refusal is not None:
+        return told.model_copy(update={"status": "cannot run it", "sentence": peer.refusal})
+    missing = peer.missing()
+    return told if missing is None else told.model_copy(update={"status": "not installed", "sentence": missing})
+
+
+def _for(settings: Settings, work: Work) -> Settings:
+    """The settings for work of fewer prompts."""
+    return {**settings, "batch": len(work.prompts)} if settings.get("batch") else settings
+
+
+def difference(got: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> str:
+    """Where tokens first differ from the reference's, prompt by prompt, in words."""
+    parts = []
+    for number, (mine, right) in enumerate(zip(got, wanted, strict=False), 1):
+        place = next((at for at, (a, b) in enumerate(zip(mine, right, strict=False)) if a != b), None)
+        if place is not None:
+            parts.append(f"prompt {number} from token {place + 1} on ({mine[place]} instead of {right[place]})")
+    if not parts:
+        return f"all {format_number(sum(map(len, wanted)), 'token')} of {format_number(len(wanted), 'prompt')} equal"
+    return "differs in " + ", ".join(parts)
+
+
+def in_words(settings: Settings) -> str:
+    """Settings in one line."""
+    return ", ".join(f"{name} {'default' if value is None else value}" for name, value in settings.items()) or "no settings"
