@@ -18,7 +18,7 @@ from lmoffload.bench.gguf_copy import Kind, write_gguf
 from lmoffload.bench.peer import Peer
 from lmoffload.bench.peers import ON_TORCH, OWN, POLICIES, Contestant, llama_cpp_peer, own_peer
 from lmoffload.checkpoint import with_formats
-from lmoffload.errors import InfeasibleError, StatedError, UsageError
+from lmoffload.errors import StatedError, UsageError
 from lmoffload_solver.counting import main_format
 from lmoffload_solver.formats import FORMATS
 from lmoffload_solver.value import Quality
@@ -76,7 +76,7 @@ class Given:
             path, plan = self.folder / f"{name.replace(' ', '-')}.plan.json", planned.plan
             path.write_text(plan.model_dump_json(), encoding="utf-8")
             self._store(planned)
-        except InfeasibleError as error:
+        except StatedError as error:  # no plan exists, or the policy has none for such a machine or model
             return own_peer(of, name, None, "as stored", True, str(error))
         formats = sorted({fmt for part, fmt in plan.weights.format.items() if part != "norm"})
         lossless = all(tensor.format == self.model.shape.by_name[given].format for given, tensor in plan.weights.tensors.items())

@@ -1,8 +1,9 @@
 """The time of a whole job from its first tokens: first steps as measured, later ones from the cost per step, growth fitted.
 
 FlexGen's projection takes the mean of the measured steps for all later ones, as if keys and values did not grow. Here a step costs
-a + c · (tokens attended to), so that it grows by c with every step; c is the least-squares slope of the measured steps where it can be
-told from their noise, and 0 otherwise. It is never more than what makes attention all of a step.
+a + c · (tokens attended to), so that it grows by c with every step; c is the lower end of the confidence interval of the measured
+steps' least-squares slope: noise is not taken for growth (what is so missed is little: where attention is much of a step, the prompts are
+long, and a few tokens more are few). It is never more than what makes attention all of a step.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from scipy.special import stdtrit
+
 WARM_UP_STEPS = 1
 """Left out of the fit where at least four others are there: kernels are chosen and buffers are made in the first."""
-LEAST_STEPS, SURE = 4, 3.0
-"""A slope is told from noise with so many steps at least, and by so many times its standard error."""
+LEAST_STEPS, SURE = 4, 0.999
+"""Steps that a slope is taken from at least; one-sided confidence that it is as large."""
 
 
 def decode_seconds(step_s: Sequence[float], num_steps: int, mean_length: float) -> float:
@@ -49,6 +52,4 @@ def growth_per_step(step_s: Sequence[float], length_before: float) -> float:
     slope = sum((at - mean_at) * (seconds - mean) for at, seconds in enumerate(step_s)) / spread
     left = sum((seconds - mean - slope * (at - mean_at)) ** 2 for at, seconds in enumerate(step_s))
     error = math.sqrt(left / (n - 2) / spread)
-    if slope < SURE * error:
-        return 0.0
-    return min(slope, mean / (length_before + mean_at))
+    return min(max(0.0, slope - float(stdtrit(n - 2, SURE)) * error), mean / (length_before + mean_at))

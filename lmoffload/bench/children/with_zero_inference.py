@@ -45,7 +45,8 @@ def configuration(job: Job) -> dict[str, Any]:
 
 def main(job: Job) -> dict[str, Any]:
     set_threads(job)
-    deepspeed.init_distributed("gloo", init_method=f"file://{job.asked['folder']}/rendezvous", rank=0, world_size=1, verbose=False)
+    place = f"file://{job.asked['folder']}/rendezvous"
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, init_method=place, rank=0, world_size=1, verbose=False)
     config = configuration(job)
     keep = HfDeepSpeedConfig(config)  # tells transformers to place parameters while it loads them, as long as it lives
     dtype = torch.bfloat16 if job.settings["dtype"] == "bfloat16" else torch.float32
