@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from lmoffload.report.comparison_tables import label_of, rows_of
+from lmoffload.report.comparison_tables import label_of, rows_of, three_figures
 from lmoffload.units import format_bytes, format_seconds
 from lmoffload_solver.comparison import Comparison, Run, Span
 
@@ -19,7 +19,9 @@ def bars(comparison: Comparison) -> Iterator[str]:
     rates = [(label_of(system, row), row.median("tokens_per_s"), row.spread("tokens_per_s")) for system, row in rows_of(comparison)]
     most = max((rate for _, rate, _ in rates if rate), default=1.0)
     for number, (label, rate, spread) in enumerate(rates):
-        words = "no run counts" if rate is None or spread is None else f"{rate:.2f} tokens/s ({spread[0]:.2f} to {spread[1]:.2f})"
+        words = "no run counts"
+        if rate is not None and spread is not None:
+            words = f"{three_figures(rate)} tokens/s ({three_figures(spread[0])}–{three_figures(spread[1])})"
         width = 0.0 if rate is None else 100 * rate / most
         box = f'<i style="width:{width:.2f}%;background:{_colour(number)}"></i>'
         yield f'<div class="bar"><span>{escape(label)}</span>{box}<b>{words}</b></div>'

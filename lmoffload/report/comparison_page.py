@@ -49,10 +49,10 @@ def page_of(comparison: Comparison) -> str:
 def _body(comparison: Comparison, title: str) -> Iterator[str]:
     yield f"<h1>{title}</h1>"
     yield from (f'<p class="remark">{escape(remark)}</p>' for remark in comparison.remarks)
-    tables = {table.title: table for table in tables_of(comparison)}
-    yield "<h2>Throughput</h2>"
+    throughput, *others = tables_of(comparison)
+    yield f"<h2>{escape(throughput.title)}</h2>"
     yield from bars(comparison)
-    yield _table(tables.pop("Throughput"))
+    yield _table(throughput)
     step = list(timelines(comparison))
     if step:
         yield '<h2>One decode step</h2><p class="note">All on one scale of time; the second step of the first batch.</p>'
@@ -61,8 +61,8 @@ def _body(comparison: Comparison, title: str) -> Iterator[str]:
     if lines:
         yield "<h2>Memory over time</h2>"
         yield from lines
-    for name, table in tables.items():
-        yield f"<h2>{escape(name)}</h2>"
+    for table in others:
+        yield f"<h2>{escape(table.title)}</h2>"
         yield _table(table)
     yield "<h2>Settings</h2>"
     settings = tuple((label_of(system, row), settings_words(row.settings) or "by its plan") for system, row in rows_of(comparison))

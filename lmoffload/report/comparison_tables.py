@@ -80,16 +80,31 @@ def rows_of(comparison: Comparison) -> Iterator[tuple[System, Row]]:
 
 def label_of(system: System, row: Row) -> str:
     """A row's name."""
-    return system.name if row.kind == "only" else f"{system.name}, {row.kind}"
+    memory = "" if system.memory_bytes is None else f" in {format_bytes(system.memory_bytes)}"
+    return system.name + memory + ("" if row.kind == "only" else f", {row.kind}")
 
 
 def row_state(row: Row) -> str:
-    """What came of a row's runs, in words."""
-    failed = next((run for run in row.runs if not run.counts), None)
-    if failed is not None:
-        return f"{failed.status}: {failed.sentence}"
-    kinds = dict.fromkeys(run.status for run in row.runs)
-    return ", ".join(kinds)
+    """What came of a row's runs, in a few words."""
+    failed = failure_of(row)
+    if failed is None:
+        return ", ".join(dict.fromkeys(run.status for run in row.runs))
+    return f"{failed.status} in 1 of {len(row.runs)} runs" if row.counted else failed.status
+
+
+def failure_of(row: Row) -> Run | None:
+    """The run that failed, after which there are no more."""
+    return next((run for run in row.runs if not run.counts), None)
+
+
+def failures_of(comparison: Comparison) -> Iterator[str]:
+    """Why rows have no figures, a sentence each."""
+    for system in comparison.systems:
+        if not system.rows:
+            yield f"{system.name}: {system.status}: {system.sentence}"
+        for row in system.rows:
+            if (failed := failure_of(row)) is not None:
+                yield f"{label_of(system, row)}: {failed.status}: {failed.sentence}"
 
 
 def settings_words(settings: Settings) -> str:
@@ -108,38 +123,33 @@ def _throughput(comparison: Comparison) -> WordTable:
     rows = []
     for system in comparison.systems:
         if not system.rows:
-            rows.append((system.name, system.weights, f"{system.status}: {system.sentence}", *["–"] * 6))
+            rows.append((system.name, system.weights, system.status, *["–"] * 5))
         for row in system.rows:
             rate = row.median("tokens_per_s")
             ratio = f"{reference / rate:.2f}" if rate and reference and system.name != OURS else "–"
-            state = row_state(row) + (f" (within {format_bytes(system.memory_bytes)})" if system.memory_bytes else "")
             cells = (_rate(row, field) for field in ("tokens_per_s", "prefill_tokens_per_s", "decode_tokens_per_s"))
-            rows.append((label_of(system, row), system.weights, state, *cells, _first_token(row), _decoding(row), ratio))
-    columns = (
-        "system", "weights", "state", "tokens/s", "prefill tokens/s", "decode tokens/s", "first token", "a decode step", "ours is × its"
-    )  # fmt: skip
+            rows.append((label_of(system, row), system.weights, row_state(row), *cells, _first_token(row), ratio))
+    columns = ("system", "weights", "state", "all", "prefill", "decode", "first token", f"{OURS} ÷ it")
     slower = [row[0] for row in rows if row[-1] != "–" and float(row[-1]) < 1]
-    note = f"Faster than {OURS}: {', '.join(slower)}." if slower else ""
-    return WordTable("Throughput", columns, tuple(rows), note)
+    wins = [f"Faster than {OURS}: {', '.join(slower)}."] if slower else []
+    return WordTable("Throughput, tokens/s", columns, tuple(rows), " ".join([*wins, *failures_of(comparison)]))
 
 
 def _rate(row: Row, field: str) -> str:
     middle, spread = row.median(field), row.spread(field)
     if middle is None or spread is None or middle == 0:
         return "–"
-    return f"{middle:.2f}" + (f" ({spread[0]:.2f} to {spread[1]:.2f})" if len(row.counted) > 1 else "")
+    return three_figures(middle) + (f" ({three_figures(spread[0])}–{three_figures(spread[1])})" if len(row.counted) > 1 else "")
+
+
+def three_figures(number: float) -> str:
+    """A rate without more figures than it has meaning."""
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}"
 
 
 def _first_token(row: Row) -> str:
     seconds = row.median("first_token_s")
     return "–" if seconds is None else format_seconds(seconds)
-
-
-def _decoding(row: Row) -> str:
-    """Mean seconds of a measured step."""
-    run = row.middle
-    steps = None if run is None or run.figures is None else run.figures.step_s
-    return format_seconds(sum(steps) / len(steps)) if steps else "–"
 
 
 def _memory(comparison: Comparison) -> WordTable:
