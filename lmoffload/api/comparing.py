@@ -61,6 +61,7 @@ class CompareOptions:
         UsageError: a value has no meaning.
         """
         names_of(self.against)
+        parse_duration(self.timeout)
         if self.rounds < 1:
             raise UsageError(f"The number given for rounds is {self.rounds}; it must be at least 1.")
         if self.cut is not None and self.cut < 2:

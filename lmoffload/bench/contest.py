@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lmoffload.bench.peer import Attempt, Conditions, Peer, attempt, with_check
+from lmoffload.bench.peer import Attempt, Conditions, Peer, attempt, prepare, with_check
 from lmoffload.bench.work import Work
 from lmoffload.units import format_number
 from lmoffload_solver.comparison import Check, Row, Run, Settings, System
@@ -17,7 +17,7 @@ TRIAL_TOKENS = 3
 """Of a run of a sweep: the prefill and two steps."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Contest:
     """How peers are compared."""
 
@@ -32,14 +32,18 @@ class Contest:
     reference: Peer | None = None
     """Whose greedy tokens are the right ones."""
     tell: Tell = field(default=lambda remark: None)
+    wanted: tuple[tuple[int, ...], ...] = field(default=(), init=False)
+    """The reference's tokens."""
 
     def run(self, peers: Sequence[Peer]) -> tuple[System, ...]:
         """Every peer's system, in the order given."""
         entries = [_Entry(peer, _system_of(peer)) for peer in peers]
         able = [entry for entry in entries if entry.system.status == "done"]
-        wanted = self._reference_tokens() if able else ()
+        self.wanted = self._reference_tokens() if able else ()
         for entry in able:
-            entry.check = self._checked(entry, wanted)
+            self._prepare(entry.peer)
+            if not self._is_ours(entry.peer):
+                entry.check = self._checked(entry)
             self._swept(entry)
         for number in range(1, self.rounds + 1):
             for entry in able:
@@ -66,27 +70,36 @@ class Contest:
     def _check_work(self) -> Work:
         return self.work.first(CHECK_PROMPTS, CHECK_TOKENS).model_copy(update={"repeats": 1})
 
-    def _checked(self, entry: _Entry, wanted: tuple[tuple[int, ...], ...]) -> Check:
+    def _is_ours(self, peer: Peer) -> bool:
+        """Of the reference's program the tokens of the first round are compared, which its plan has really made."""
+        return self.reference is not None and peer.program == self.reference.program
+
+    def _prepare(self, peer: Peer) -> None:
+        """What a peer does once on a machine, without limits: compile parts of itself."""
+        if peer.preparation is not None:
+            self.tell(f"Preparing {peer.name}")
+            prepare(peer, self.conditions)
+
+    def _checked(self, entry: _Entry) -> Check:
         """The peer's greedy tokens of the first prompts beside the reference's, with its default settings."""
         peer = entry.peer
         self.tell(f"Greedy tokens of {peer.name}")
         found = attempt(peer, self._check_work, _for(peer.default, self._check_work), self.conditions)
-        if found.answer is None:
+        return self._judged(entry, found)
+
+    def _judged(self, entry: _Entry, found: Attempt) -> Check:
+        """Tokens beside the reference's, as far as both go."""
+        if found.answer is None or not found.run.counts:
             return Check(status="failed", sentence=f"{found.run.status}: {found.run.sentence}")
         entry.about = found.answer.about
-        if found.run.status != "done":
-            return Check(status="failed", sentence=f"{found.run.status}: {found.run.sentence}", tokens=found.answer.token_ids)
+        tokens = tuple(row[:CHECK_TOKENS] for row in found.answer.token_ids[:CHECK_PROMPTS])
+        wanted = tuple(right[: len(mine)] for mine, right in zip(tokens, self.wanted, strict=False))
         if not wanted:
-            return Check(status="not compared", sentence="There are no reference tokens.", tokens=found.answer.token_ids)
-        if not peer.comparable:
-            sentence = f"Weights in {peer.weights}, which are not the checkpoint's own; {difference(found.answer.token_ids, wanted)}"
-            return Check(status="not compared", sentence=sentence, tokens=found.answer.token_ids)
-        equal = found.answer.token_ids == wanted
-        return Check(
-            status="equal" if equal else "differs",
-            sentence=difference(found.answer.token_ids, wanted),
-            tokens=found.answer.token_ids,
-        )
+            return Check(status="not compared", sentence="There are no reference tokens.", tokens=tokens)
+        if not entry.peer.comparable:
+            sentence = f"Weights in {entry.peer.weights}, which are not the checkpoint's own; {difference(tokens, wanted)}"
+            return Check(status="not compared", sentence=sentence, tokens=tokens)
+        return Check(status="equal" if tokens == wanted else "differs", sentence=difference(tokens, wanted), tokens=tokens)
 
     def _swept(self, entry: _Entry) -> None:
         """Try one setting after the other, each time keeping the best value found so far; failures are trials too."""
@@ -111,6 +124,9 @@ class Contest:
         short = self.work.first(size, TRIAL_TOKENS).model_copy(update={"repeats": self.work.repeats})
         found = self._attempt(entry, short, settings, f"{entry.peer.name}, trying {in_words(settings)}")
         entry.trials.append(found.run)
+        if settings.get("dtype") == "float32" and entry.check is not None and entry.check.status == "differs" and found.run.counts:
+            in_fp32 = self._judged(entry, found)  # precision agrees here
+            entry.check = entry.check.model_copy(update={"sentence": f"{entry.check.sentence}; computed in fp32: {in_fp32.sentence}"})
         return found.run.figures.tokens_per_s if found.run.figures is not None else 0.0
 
     def _once_more(self, entry: _Entry, kind: str, number: int) -> None:
@@ -121,6 +137,8 @@ class Contest:
         settings = entry.peer.default if kind == "default" else entry.best
         found = self._attempt(entry, self._measured, settings, f"Round {number}: {entry.peer.name}, {kind}")
         run = found.run
+        if entry.check is None:
+            entry.check = self._judged(entry, found)
         if self.check_projection and self.cut is not None and run.status == "done":
             run = with_check(run, self.work, self.cut)
         runs.append(run)

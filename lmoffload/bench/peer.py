@@ -45,6 +45,8 @@ class Peer:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What else its program is told."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    preparation: str | None = None
+    """Python code that makes ready what its packages compile when they are first used."""
     comparable: bool = True
     """Whether its weights are the checkpoint's own, so that its greedy tokens should be the reference's."""
     memory_bytes: int | None = None
@@ -86,6 +88,14 @@ class Attempt:
 
     run: Run
     answer: Answer | None
+
+
+def prepare(peer: Peer, conditions: Conditions) -> None:
+    """Run a peer's preparation, without limits; whether it worked is seen in the runs that follow."""
+    assert peer.preparation is not None
+    with tempfile.TemporaryDirectory(prefix="lmoffload-compare-", dir=conditions.scratch) as folder:
+        command = [str(peer.python), "-c", peer.preparation]
+        run_program(command, environment_of_child(peer.environment), None, Path(folder) / "log", conditions.timeout_s)
 
 
 def attempt(peer: Peer, work: Work, settings: Settings, conditions: Conditions, whole: Work | None = None) -> Attempt:

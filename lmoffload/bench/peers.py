@@ -19,6 +19,11 @@ OWN, POLICIES = "lmoffload", {"accelerate-policy": "accelerate", "zero-policy": 
 MIB = 2**20
 TORCH_BASE_BYTES = 700 * MIB
 """Left to Python, torch, transformers and activations where a system is told how much memory its weights may take."""
+DEEPSPEED_PREPARATION = """
+from deepspeed.accelerator import get_accelerator
+for name in ("ShareMemCommBuilder", "AsyncIOBuilder"):
+    get_accelerator().create_op_builder(name).load()
+"""
 NO_FOLDER = "It reads folders in Hugging Face layout, and the model is none."
 
 
@@ -81,6 +86,7 @@ def zero_peer(of: Contestant) -> Peer:
         "zero-inference", CHILDREN / "with_zero_inference.py", of.python, of.path, "as stored", "deepspeed", default,
         {name: tuple(dict.fromkeys(values)) for name, values in axes.items()},
         facts={"largest_elements": largest},
+        preparation=DEEPSPEED_PREPARATION,
         environment={"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"},
         refusal=None if of.is_folder else NO_FOLDER,
     )  # fmt: skip
