@@ -88,7 +88,7 @@ class Contest:
 
     def theirs(self, work: Work, settings: Settings) -> tuple[float, float]:
         """Seconds of prefill and of decode."""
-        conditions = Conditions(Granted(enforced=False), Path(tempfile.gettempdir()), timeout_s=3600.0, warm=True)
+        conditions = Conditions(Granted(enforced=False), Path(tempfile.gettempdir()), timeout_s=3600.0, drop_cache=False)
         run = attempt(self.peer, work, {**self.peer.default, **settings, "batch": None}, conditions).run
         if run.figures is None:
             raise StatedError(f"llama.cpp, {run.status}: {run.sentence}")

@@ -15,17 +15,17 @@ from lmoffload.api.telling import Tell, tell_on_stderr
 from lmoffload.api.work import Work
 from lmoffload.bench.contest import CHECK_PROMPTS, CHECK_TOKENS, Contest
 from lmoffload.bench.control_groups import ControlGroups, NoGroupsError
-from lmoffload.bench.page_cache import drop_page_cache
 from lmoffload.bench.peer import Conditions
-from lmoffload.bench.peers import NAMES, OWN, names_of
+from lmoffload.bench.peers import NAMES, names_of
 from lmoffload.bench.work import Work as Asked
 from lmoffload.errors import UsageError
 from lmoffload.profiler.limits import allowed_processors, read_limits
 from lmoffload.profiler.processor import versions
 from lmoffload.profiler.progress import Progress
 from lmoffload.settings import Settings
-from lmoffload.units import parse_duration, parse_size
-from lmoffload_solver.comparison import Comparison, Granted
+from lmoffload.units import format_bytes, format_rate, parse_duration, parse_size
+from lmoffload_solver.accelerator import EmulatedDevice
+from lmoffload_solver.comparison import Comparison, Granted, System
 from lmoffload_solver.counting import kv_bytes, weights_bytes
 from lmoffload_solver.machine import Curve, MachineProfile
 from lmoffload_solver.plan import Named
@@ -68,9 +68,9 @@ class CompareOptions:
             raise UsageError(f"The number given for cut-gen-len is {self.cut}; it must be at least 2, so that there is a step to project.")
         if self.check_projection and self.cut is None:
             raise UsageError("--check-projection holds a projection against the whole run: give --cut-gen-len too.")
-        for option, texts in (("peer-python", self.peer_python), ("peer-memory", self.peer_memory)):
+        for option, texts, known in (("peer-python", self.peer_python, (*NAMES, "")), ("peer-memory", self.peer_memory, NAMES)):
             for name in named_values(texts, option):
-                if name not in (*NAMES, "" if option == "peer-python" else OWN):
+                if name not in known:
                     raise UsageError(f"--{option} names no peer in {name!r}; write it as NAME=VALUE, NAME one of {', '.join(NAMES)}.")
 
 
@@ -107,43 +107,50 @@ def compare(
     machine = machine_of(options.machine, checkpoint.path, on_progress=on_progress, tell=tell)
     if granted.read_bytes_per_s is not None and granted.enforced:
         machine = replace(machine, profile=with_disk_rate(machine.profile, granted.read_bytes_per_s))
-    asked = _asked(work, model, repeats=2 if options.warm else 1)
     folder = Settings.of_user().cache_directory / "compare"
     folder.mkdir(parents=True, exist_ok=True)
+    asked = _asked(work, model, repeats=2 if options.warm else 1)
     given = _given(model, machine, asked, options, limits, granted, folder, tell)
     reference = asked.first(CHECK_PROMPTS, CHECK_TOKENS)
     contest = Contest(
         asked,
-        Conditions(granted, folder, parse_duration(options.timeout), options.warm),
+        Conditions(granted, folder, parse_duration(options.timeout)),
         options.rounds, options.cut, options.check_projection, options.sweep,
         given.reference(Workload.of_lengths([len(prompt) for prompt in reference.prompts], reference.gen_len)),
         tell,
     )  # fmt: skip
-    systems = contest.run(given.peers(names_of(options.against)))
-    workload = given.workload
-    shape = model.shape
-    device = limits.emulated_device
+    return _told(given, options, granted, contest.run(given.peers(names_of(options.against))), tuple(remarks))
+
+
+def _told(given: Given, options: CompareOptions, granted: Granted, systems: tuple[System, ...], remarks: tuple[str, ...]) -> Comparison:
+    """What was found, with all that is needed to read and repeat it."""
+    workload, shape, profile = given.workload, given.model.shape, given.machine.profile
+    device = given.limits.emulated_device
     return Comparison(
-        model=Named(name=shape.name, digest=model.digest, place=model.place),
+        model=Named(name=shape.name, digest=given.model.digest, place=given.model.place),
         model_bytes=weights_bytes(shape),
         kv_bytes=sum(g.count * kv_bytes(shape, g.length + workload.gen_len, "bf16", "bf16") for g in workload.prompts),
         hidden_bytes=HIDDEN_ELEMENT_BYTES * shape.hidden_size * (workload.prompt_tokens + workload.num_prompts * workload.gen_len),
-        machine=machine.profile.name,
+        machine=profile.name,
         host=read_limits(),
-        processor=machine.profile.processors[0].name,
+        processor=profile.processors[0].name,
         versions=versions(),
         made_at=time.strftime("%Y-%m-%d %H:%M:%S %z"),
         command=options.command,
         workload=workload,
         quality=options.quality,
         granted=granted,
-        emulated_device=None if device is None else f"{device.memory_bytes} bytes at {device.bytes_per_s:.0f} bytes/s each way",
+        emulated_device=None if device is None else _device_words(device),
         rounds=options.rounds,
         warm=options.warm,
         measured_tokens=min(options.cut or workload.gen_len, workload.gen_len),
         systems=systems,
-        remarks=tuple(remarks),
+        remarks=remarks,
     )
+
+
+def _device_words(device: EmulatedDevice) -> str:
+    return f"{format_bytes(device.memory_bytes)} at {format_rate(device.bytes_per_s, 'B')} each way"
 
 
 def _given(
@@ -171,7 +178,6 @@ def _granted(options: CompareOptions, limits: Limits, path: Path, remarks: list[
         enforced = False
         remarks.append(f"{error}: the comparison goes on without limits; run it as root, with control groups mounted, to have them.")
     if not os.access("/proc/sys/vm/drop_caches", os.W_OK):
-        drop_page_cache([])
         remarks.append("The page cache cannot be emptied without root: the kernel is asked to let go of the model's files before each run.")
     return asked.model_copy(update={"enforced": enforced})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,7 @@ class Given:
 
     def own(self, name: str, *, policy: str = "optimal", workload: Workload | None = None, quality: Quality | None = None) -> Peer:
         """This engine with its own plan or another system's; one that cannot run where no plan exists."""
-        of = self.contestant(OWN)
-        of = Contestant(of.shape, of.path, of.is_folder, of.num_prompts, of.cores, of.memory_bytes, Path(sys.executable))
+        of = replace(self.contestant(OWN), python=Path(sys.executable))
         try:
             words: Any = quality or self.quality
             asked = Asked(quality=words, policy=policy)
@@ -120,14 +119,10 @@ class Given:
         return peer
 
     def _with_memory(self, peer: Peer) -> Peer:
-        from dataclasses import replace
-
         return replace(peer, memory_bytes=self.memories[peer.name]) if peer.name in self.memories else peer
 
 
 def _refusing(peer: Peer, sentence: str) -> Peer:
-    from dataclasses import replace
-
     return replace(peer, refusal=sentence)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lmoffload.bench.peer import Attempt, Conditions, Peer, attempt, prepare, with_check
 from lmoffload.bench.work import Work
@@ -15,6 +15,8 @@ Tell = Callable[[str], None]
 CHECK_PROMPTS, CHECK_TOKENS = 2, 8
 TRIAL_TOKENS = 3
 """Of a run of a sweep: the prefill and two steps."""
+PATIENCE, LEAST_PATIENCE_S = 4.0, 60.0
+"""A trial is ended that takes so many times as long as the best one so far, and so long at least."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class Contest:
 
     def _reference_tokens(self) -> tuple[tuple[int, ...], ...]:
         """Empty where there is no reference, or it fails."""
-        if self.reference is None:
+        if self.reference is None or self.reference.refusal is not None:
             return ()
         self.tell("Greedy tokens of the reference")
         found = attempt(self.reference, self._check_work, self.reference.default, self.conditions)
@@ -106,28 +108,36 @@ class Contest:
         peer = entry.peer
         if not (self.sweep and peer.axes):
             return
-        best, best_rate = peer.default, self._trial(entry, peer.default)
+        best, best_rate = peer.default, self._trial(entry, peer.default, self.conditions)
         for name, values in peer.axes.items():
             start = best
             for value in values:
                 if value != start.get(name):
                     settings = {**start, name: value}
-                    rate = self._trial(entry, settings)
+                    rate = self._trial(entry, settings, self._patience(entry))
                     if rate > best_rate:
                         best, best_rate = settings, rate
         entry.best = best
 
-    def _trial(self, entry: _Entry, settings: Settings) -> float:
+    def _patience(self, entry: _Entry) -> Conditions:
+        """The time limit of a trial."""
+        quickest = max((run for run in entry.trials if run.counts), key=_rate, default=None)
+        if quickest is None:
+            return self.conditions
+        limit = max(LEAST_PATIENCE_S, PATIENCE * quickest.wall_s)
+        return replace(self.conditions, timeout_s=min(self.conditions.timeout_s, limit))
+
+    def _trial(self, entry: _Entry, settings: Settings, conditions: Conditions) -> float:
         """Tokens per second of the whole work, projected from a short run of one batch; 0 where it fails."""
         size = settings.get("batch") or len(self.work.prompts)
         assert isinstance(size, int)
         short = self.work.first(size, TRIAL_TOKENS).model_copy(update={"repeats": self.work.repeats})
-        found = self._attempt(entry, short, settings, f"{entry.peer.name}, trying {in_words(settings)}")
+        found = self._attempt(entry, short, settings, f"{entry.peer.name}, trying {in_words(settings)}", conditions)
         entry.trials.append(found.run)
         if settings.get("dtype") == "float32" and entry.check is not None and entry.check.status == "differs" and found.run.counts:
             in_fp32 = self._judged(entry, found)  # precision agrees here
             entry.check = entry.check.model_copy(update={"sentence": f"{entry.check.sentence}; computed in fp32: {in_fp32.sentence}"})
-        return found.run.figures.tokens_per_s if found.run.figures is not None else 0.0
+        return _rate(found.run)
 
     def _once_more(self, entry: _Entry, kind: str, number: int) -> None:
         """One run of a row; a row that has failed is not run again."""
@@ -135,7 +145,7 @@ class Contest:
         if any(not run.counts for run in runs):
             return
         settings = entry.peer.default if kind == "default" else entry.best
-        found = self._attempt(entry, self._measured, settings, f"Round {number}: {entry.peer.name}, {kind}")
+        found = self._attempt(entry, self._measured, settings, f"Round {number}: {entry.peer.name}, {kind}", self.conditions)
         run = found.run
         if entry.check is None:
             entry.check = self._judged(entry, found)
@@ -143,8 +153,8 @@ class Contest:
             run = with_check(run, self.work, self.cut)
         runs.append(run)
 
-    def _attempt(self, entry: _Entry, work: Work, settings: Settings, what: str) -> Attempt:
-        found = attempt(entry.peer, work, settings, self.conditions, self.work)
+    def _attempt(self, entry: _Entry, work: Work, settings: Settings, what: str, conditions: Conditions) -> Attempt:
+        found = attempt(entry.peer, work, settings, conditions, self.work)
         figures = found.run.figures
         told = f"{found.run.status}: {found.run.sentence}" if figures is None else f"{figures.tokens_per_s:.2f} tokens/s"
         self.tell(f"{what}: {told}")
@@ -192,6 +202,10 @@ def _system_of(peer: Peer) -> System:
         return told.model_copy(update={"status": "cannot run it", "sentence": peer.refusal})
     missing = peer.missing()
     return told if missing is None else told.model_copy(update={"status": "not installed", "sentence": missing})
+
+
+def _rate(run: Run) -> float:
+    return 0.0 if run.figures is None else run.figures.tokens_per_s
 
 
 def _for(settings: Settings, work: Work) -> Settings:

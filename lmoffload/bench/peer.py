@@ -74,7 +74,8 @@ class Conditions:
     scratch: Path
     """A folder on the disk that is limited, for offloaded weights."""
     timeout_s: float
-    warm: bool = False
+    drop_cache: bool = True
+    """The page cache is emptied before every run."""
 
     def for_peer(self, peer: Peer) -> Granted:
         """The limits, with its own memory where it was given another."""
@@ -117,7 +118,7 @@ def attempt(peer: Peer, work: Work, settings: Settings, conditions: Conditions, 
         }
         (folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
         command = [str(peer.python), str(peer.program), str(folder / "asked.json"), str(folder / "answer.json")]
-        if not conditions.warm:
+        if conditions.drop_cache:
             drop_page_cache([peer.model])
         return _watched(peer, work, settings, conditions, command, folder, whole or work)
 

@@ -82,7 +82,7 @@ def compare(
     rounds: Annotated[int, typer.Option("--rounds", metavar="N", help="How often each system is run, in turn.")] = 3,
     sweep: Annotated[bool, typer.Option("--sweep/--no-sweep", help="Search each peer's best settings first.")] = True,
     warm: Annotated[
-        bool, typer.Option("--warm", help="Every process does the work twice, and the second time counts; the page cache is left.")
+        bool, typer.Option("--warm", help="Every process does the work twice, and the second time counts.")
     ] = False,
     timeout: Annotated[str, typer.Option("--timeout", metavar="DURATION", help="Time limit of one run.")] = "1h",
     out: Annotated[

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lmoffload.report.plan import work_of
-from lmoffload.units import format_bytes, format_rate, format_seconds, format_share
+from lmoffload.units import format_bytes, format_number, format_rate, format_seconds, format_share
 from lmoffload_solver.comparison import Comparison, Figures, Granted, Row, Run, Settings, System
 
 OURS = "lmoffload"
@@ -46,8 +46,9 @@ def facts_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield "limits", granted_words(comparison.granted)
     if comparison.emulated_device is not None:
         yield "emulated device", comparison.emulated_device
-    told = "every process did the work twice, the second time counts" if comparison.warm else "page cache emptied before each"
-    yield "runs", f"{comparison.rounds} interleaved rounds, medians (least to largest); {told}"
+    twice = ", every process did the work twice and the second time counts" if comparison.warm else ""
+    rounds = format_number(comparison.rounds, "interleaved round")
+    yield "runs", f"{rounds}, medians (least–largest); page cache emptied before each{twice}"
     if comparison.measured_tokens < workload.gen_len:
         yield "tokens", f"{comparison.measured_tokens} of {workload.gen_len} were generated, the time of the rest is projected"
     yield "machine", f"{comparison.processor}, {comparison.host.cores} cores, {format_bytes(comparison.host.memory_total_bytes)}"

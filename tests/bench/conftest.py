@@ -35,7 +35,7 @@ def planted(tmp_path: Path) -> Planted:
 @pytest.fixture
 def freely(tmp_path: Path) -> Conditions:
     """No limits, nothing enforced."""
-    return Conditions(Granted(enforced=False), tmp_path, timeout_s=60.0, warm=True)
+    return Conditions(Granted(enforced=False), tmp_path, timeout_s=60.0, drop_cache=False)
 
 
 @pytest.fixture
@@ -47,4 +47,4 @@ def enforced(tmp_path: Path) -> Conditions:
             pass
     except NoGroupsError as error:
         pytest.skip(str(error))
-    return Conditions(granted, tmp_path, timeout_s=60.0, warm=True)
+    return Conditions(granted, tmp_path, timeout_s=60.0, drop_cache=False)
