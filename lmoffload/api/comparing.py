@@ -52,6 +52,7 @@ class CompareOptions:
     cut: int | None = None
     check_projection: bool = False
     warm: bool = False
+    keep_cache: bool = False
     timeout: str = "1h"
     machine: str | None = None
     command: tuple[str, ...] = ()
@@ -114,7 +115,7 @@ def compare(
     reference = asked.first(CHECK_PROMPTS, CHECK_TOKENS)
     contest = Contest(
         asked,
-        Conditions(granted, folder, parse_duration(options.timeout)),
+        Conditions(granted, folder, parse_duration(options.timeout), not options.keep_cache),
         options.rounds, options.cut, options.check_projection, options.sweep,
         given.reference(Workload.of_lengths([len(prompt) for prompt in reference.prompts], reference.gen_len)),
         tell,
@@ -143,6 +144,7 @@ def _told(given: Given, options: CompareOptions, granted: Granted, systems: tupl
         emulated_device=None if device is None else _device_words(device),
         rounds=options.rounds,
         warm=options.warm,
+        cold=not options.keep_cache,
         measured_tokens=min(options.cut or workload.gen_len, workload.gen_len),
         systems=systems,
         remarks=remarks,
@@ -177,7 +179,7 @@ def _granted(options: CompareOptions, limits: Limits, path: Path, remarks: list[
     except NoGroupsError as error:
         enforced = False
         remarks.append(f"{error}: the comparison goes on without limits; run it as root, with control groups mounted, to have them.")
-    if not os.access("/proc/sys/vm/drop_caches", os.W_OK):
+    if not (options.keep_cache or os.access("/proc/sys/vm/drop_caches", os.W_OK)):
         remarks.append("The page cache cannot be emptied without root: the kernel is asked to let go of the model's files before each run.")
     return asked.model_copy(update={"enforced": enforced})
 

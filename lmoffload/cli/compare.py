@@ -84,6 +84,9 @@ def compare(
     warm: Annotated[
         bool, typer.Option("--warm", help="Every process does the work twice, and the second time counts.")
     ] = False,
+    keep_cache: Annotated[
+        bool, typer.Option("--keep-cache", help="Leave the page cache as it is: quicker, and unfair to whoever comes first.")
+    ] = False,
     timeout: Annotated[str, typer.Option("--timeout", metavar="DURATION", help="Time limit of one run.")] = "1h",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write comparison.html, comparison.md and comparison.json here.")
@@ -114,7 +117,8 @@ def compare(
     options = CompareOptions(
         against=against, quality=asked_of(quality=quality).quality, host_memory=host_memory, disk_rate=disk_rate, cores=cores,
         peer_python=tuple(peer_python or ()), peer_memory=tuple(peer_memory or ()), rounds=rounds, sweep=sweep, cut=cut_gen_len,
-        check_projection=check_projection, warm=warm, timeout=timeout, machine=machine, command=("lmoffload", *sys.argv[1:]),
+        check_projection=check_projection, warm=warm, keep_cache=keep_cache,
+        timeout=timeout, machine=machine, command=("lmoffload", *sys.argv[1:]),
     )  # fmt: skip
     with ProgressBar() as bar:
         found = compare(model, work, limits, options, on_progress=bar.show_profiling)

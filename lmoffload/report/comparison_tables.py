@@ -48,7 +48,8 @@ def facts_of(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield "emulated device", comparison.emulated_device
     twice = ", every process did the work twice and the second time counts" if comparison.warm else ""
     rounds = format_number(comparison.rounds, "interleaved round")
-    yield "runs", f"{rounds}, medians (least–largest); page cache emptied before each{twice}"
+    cache = "page cache emptied before each" if comparison.cold else "page cache NOT emptied, so that runs find what earlier ones read"
+    yield "runs", f"{rounds}, medians (least–largest); {cache}{twice}"
     if comparison.measured_tokens < workload.gen_len:
         yield "tokens", f"{comparison.measured_tokens} of {workload.gen_len} were generated, the time of the rest is projected"
     yield "machine", f"{comparison.processor}, {comparison.host.cores} cores, {format_bytes(comparison.host.memory_total_bytes)}"

@@ -197,6 +197,8 @@ class Comparison(Value):
     rounds: int
     warm: bool = False
     """Every process did the work twice, and the second time counts."""
+    cold: bool = True
+    """The page cache was emptied before every run."""
     measured_tokens: int
     """Of gen_len: how many each prompt was really continued by."""
     systems: tuple[System, ...]
