@@ -1,8 +1,8 @@
 """Closed-form bounds of every candidate of the domain: the program solved by hand, before any candidate is looked at alone.
 
 What a class of tensors costs in a format adds up over the classes, so formats are priced class by class. A format of a class that takes
-no fewer bytes and no less time than another, in every sampled step, is dominated: any placement does as well with the other. The same
-holds of kernels and of formats of keys and values.
+no fewer bytes and no less time than another, for each of its matrices in every sampled step, is no choice, nor is a kernel or a format of
+keys and values of which that holds.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ class _Option:
 
     format: str | None
     bytes: ClassBytes
+    products: Array
+    """Seconds, [phases, blocks, matrices of the different layers, last the head]."""
     seconds: Array
-    """[phases, blocks, kinds of layers + head]."""
+    """Their sums, [phases, blocks, kinds of layers + head]."""
 
     def no_better(self, other: _Option) -> bool:
         """Whether the other takes no more in every respect."""
         mine, theirs = self.bytes, other.bytes
-        fewer = (mine.per_kind >= theirs.per_kind).all() and mine.stored >= theirs.stored
-        return bool(fewer and (self.seconds >= other.seconds).all())
+        fewer = (mine.per_matrix >= theirs.per_matrix).all() and mine.stored >= theirs.stored
+        return bool(fewer and (self.products >= other.products).all())
 
 
 class Bounds:
@@ -143,11 +145,11 @@ class Bounds:
         for fmt in self.offered.weights[name]:
             kernels = list(zip(PHASES, stored if fmt is None else packed, strict=True))
             if fmt is None:
-                seconds = [costs.linears(cut, phase, None, str(k))[name] for phase, k in kernels]
+                products = [costs.products(cut, phase, None, str(k))[name] for phase, k in kernels]
             else:
-                seconds = [costs.quantized(cut, phase, fmt, k)[name] for phase, k in kernels]
-            if np.isfinite(seconds).all():
-                found.append(_Option(fmt, costs.bytes[name, fmt], np.array(seconds)))
+                products = [costs.quantized(cut, phase, fmt, k)[name] for phase, k in kernels]
+            if np.isfinite(products).all():
+                found.append(_Option(fmt, costs.bytes[name, fmt], np.array(products), costs.by_kind(name, np.array(products))))
         if name == "embedding" and name != self.costs.head_class:
             return [found[0], *found[-1:]] if len(found) > 1 else found  # its bytes alone count: as stored, or the narrowest
         kept: list[_Option] = []

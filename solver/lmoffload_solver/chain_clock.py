@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
-from lmoffload_solver.chain_layout import lay_out
+from lmoffload_solver.chain_layout import step_by_step
 from lmoffload_solver.chain_queues import Queues
 from lmoffload_solver.chain_schedule import NOTHING, Clock, UnitWork
 from lmoffload_solver.runtime import Runtime
@@ -24,12 +24,16 @@ RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 def step_ends(
     steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int, waking: Callable[[float], float] | None = None
-) -> tuple[list[float], int]:
-    """When each step of a block ends, and how many (unit, micro-batch) pairs were laid out for it."""
+) -> Iterator[tuple[float, int]]:
+    """When each step of a block ends, and how many (unit, micro-batch) pairs were laid out for it; a step is laid out when asked for."""
     if runtime.overlap == "queues":
-        queues = RepeatingQueues(steps, depth, waking)
-        return list(queues.steps()), queues.num_laid_out
-    return lay_out(steps, runtime, depth, Clock(waking).emit), sum(len(unit.batches) for units in steps for unit in units)
+        queues, before = RepeatingQueues(steps, depth, waking), 0
+        for end in queues.steps():
+            yield end, queues.num_laid_out - before
+            before = queues.num_laid_out
+        return
+    for units, end in zip(steps, step_by_step(steps, runtime, depth, Clock(waking).emit), strict=True):
+        yield end, sum(len(unit.batches) for unit in units)
 
 
 class RepeatingQueues(Queues):

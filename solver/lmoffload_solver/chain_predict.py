@@ -41,8 +41,6 @@ class ChainSimulated:
     decode: PhaseSeconds
     step_s: float
     """A decode step of the first block, the mean over its steps."""
-    num_tasks: int = 0
-    """(unit, micro-batch) pairs that were laid out."""
 
     @property
     def total_s(self) -> float:
@@ -59,32 +57,66 @@ def costs_of(machine: MachineProfile, decision: Decision, file_system: str | Non
 
 
 def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> ChainSimulated:
+    """A whole simulation. `prices` as in `ChainWork`."""
+    simulated = Simulation(job, costs, decision, prices).run()
+    assert simulated is not None, "nothing is above no limit"
+    return simulated
+
+
+class Simulation:
     """Every different block's sampled steps one after another, each step weighted with what it stands for. A step that stands for others
     takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them. `prices` as in
     `ChainWork`."""
-    work = ChainWork(job, costs, decision, prices)
-    seconds = [0.0, 0.0]
-    busy: tuple[dict[Resource, float], dict[Resource, float]] = ({}, {})
-    widening, packing = [0.0, 0.0], [0.0, 0.0]
-    step_s, tasks = 0.0, 0
-    for number, block in enumerate(job.blocks(decision.micro_batch, decision.num_micro_batches)):
-        steps = work.block(block)
-        ends, laid_out = step_ends(steps, decision.runtime, decision.prefetch_depth, costs.waking)
-        ends, tasks = [0.0, *ends], tasks + laid_out
-        for place, (step, units) in enumerate(zip(work.steps, steps, strict=True)):
-            weight, phase = step.weight * block.count, int(step.step > 0)
-            working = busy_of(units)
-            elapsed = ends[place + 1] - ends[place]
-            seconds[phase] += weight * (elapsed if step.weight <= 1 else max(elapsed, *working.values()))
-            for resource, amount in working.items():
-                busy[phase][resource] = busy[phase].get(resource, 0.0) + weight * amount
-            widening[phase] += weight * sum(unit.dequantize for unit in units)
-            if decision.kv_format in QUANTIZED:
-                packing[phase] += weight * sum(batch.quantize for unit in units for batch in unit.batches)
-        if number == 0 and job.gen_len > 1:
-            step_s = seconds[1] / (block.count * (job.gen_len - 1))
-    phases = [PhaseSeconds(seconds[p], busy[p], widening[p], packing[p]) for p in (0, 1)]
-    return ChainSimulated(phases[0], phases[1], step_s, tasks)
+
+    def __init__(self, job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> None:
+        self.costs, self.decision = costs, decision
+        self.work = ChainWork(job, costs, decision, prices)
+        self.blocks = [(block, self.work.block(block)) for block in job.blocks(decision.micro_batch, decision.num_micro_batches)]
+        self.gen_len = job.gen_len
+        self.num_tasks = 0
+        """(unit, micro-batch) pairs that were laid out."""
+
+    def run(self, below_s: float = float("inf")) -> ChainSimulated | None:
+        """What the job comes to; None, found as early as may be, where it takes no less than `below_s`."""
+        working = [[busy_of(units) for units in steps] for _, steps in self.blocks]
+        least = [[self._least_s(*of_step) for of_step in zip(self.work.steps, busy, strict=True)] for busy in working]
+        left = sum(block.count * sum(of_block) for (block, _), of_block in zip(self.blocks, least, strict=True))
+        seconds = [0.0, 0.0]
+        step_s = 0.0
+        for number, (block, units) in enumerate(self.blocks):
+            before = 0.0
+            ends = step_ends(units, self.decision.runtime, self.decision.prefetch_depth, self.costs.waking)
+            for place, (step, (end, laid_out)) in enumerate(zip(self.work.steps, ends, strict=True)):
+                elapsed, before = end - before, end
+                self.num_tasks += laid_out
+                weight = step.weight * block.count
+                seconds[int(step.step > 0)] += weight * (elapsed if step.weight <= 1 else max(elapsed, *working[number][place].values()))
+                left -= block.count * least[number][place]
+                if sum(seconds) + left >= below_s:
+                    return None
+            if number == 0 and self.gen_len > 1:
+                step_s = seconds[1] / (block.count * (self.gen_len - 1))
+        prefill, decode = (self._phase(number, seconds[number], working) for number in (0, 1))
+        return ChainSimulated(prefill, decode, step_s)
+
+    def _least_s(self, step: Step, working: dict[Resource, float]) -> float:
+        """A sampled step takes no less; one that stands for itself alone may find anything moved ahead, but what the device computes."""
+        return step.weight * (max(working.values()) if step.weight > 1 else working.get("device", 0.0))
+
+    def _phase(self, phase: int, seconds: float, working: list[list[dict[Resource, float]]]) -> PhaseSeconds:
+        busy: dict[Resource, float] = {}
+        widening = packing = 0.0
+        for number, (block, steps) in enumerate(self.blocks):
+            for place, (step, units) in enumerate(zip(self.work.steps, steps, strict=True)):
+                if int(step.step > 0) != phase:
+                    continue
+                weight = step.weight * block.count
+                for resource, amount in working[number][place].items():
+                    busy[resource] = busy.get(resource, 0.0) + weight * amount
+                widening += weight * sum(unit.dequantize for unit in units)
+                if self.decision.kv_format in QUANTIZED:
+                    packing += weight * sum(batch.quantize for unit in units for batch in unit.batches)
+        return PhaseSeconds(seconds, busy, widening, packing)
 
 
 def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision, *, every_step: bool = False) -> list[Timed]:

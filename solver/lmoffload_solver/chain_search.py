@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lmoffload_solver.chain_domain import ChainCandidate, ChainDomain
-from lmoffload_solver.chain_predict import ChainSimulated, simulate_chain
+from lmoffload_solver.chain_predict import ChainSimulated, Simulation
 from lmoffload_solver.chain_prices import BatchPrices
 from lmoffload_solver.chain_program import ChainProgram, ChainSolution
 from lmoffload_solver.chain_rounding import every_placement, kv_placements, kv_shares
@@ -133,8 +133,8 @@ class ChainSearch:
             return None
         costs, prices = self.costs(best.candidate.assignment, best.candidate.num_micro_batches), self._prices(best.candidate)
         for decision in self._placed(best.candidate, best.decision.kv, first_whole=True):
-            simulated = simulate_chain(self.job, costs, decision, prices)
-            if simulated.total_s < best.simulated.total_s * (1 - SAME):
+            simulated = Simulation(self.job, costs, decision, prices).run(best.simulated.total_s * (1 - SAME))
+            if simulated is not None:
                 best = ChainFound(decision, simulated, best.candidate)
         return best
 
@@ -152,11 +152,13 @@ class ChainSearch:
         """The better of the best so far and the candidate's best."""
         costs, prices = self.costs(candidate.assignment, candidate.num_micro_batches), self._prices(candidate)
         for bound, decision in self.rounded(candidate, program, solution):
-            if best is not None and bound >= best.simulated.total_s * (1 - SAME):
+            below_s = float("inf") if best is None else best.simulated.total_s * (1 - SAME)
+            if bound >= below_s:
                 continue
-            simulated = simulate_chain(self.job, costs, decision, prices)
-            self.effort += A_SIMULATION + A_TASK * simulated.num_tasks
-            if best is None or simulated.total_s < best.simulated.total_s * (1 - SAME):
+            simulation = Simulation(self.job, costs, decision, prices)
+            simulated = simulation.run(below_s)
+            self.effort += A_SIMULATION + A_TASK * simulation.num_tasks
+            if simulated is not None:
                 best = ChainFound(decision, simulated, candidate)
         return best
 

@@ -7,10 +7,10 @@ others cost a resource adds up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from lmoffload_solver.chain_schedule import BatchWork, UnitWork
 from lmoffload_solver.costs import Contention
@@ -19,6 +19,8 @@ from lmoffload_solver.value import Resource
 Slowdowns: TypeAlias = Mapping[tuple[Resource, Resource], Contention]
 
 Seconds: TypeAlias = dict[Resource, float]
+
+_Item = TypeVar("_Item")
 
 BATCH: dict[str, Resource] = {
     "read": "disk_read",
@@ -65,16 +67,18 @@ def factors(alone: Seconds, slowdowns: Slowdowns) -> Seconds:
 def busy_of(units: Sequence[UnitWork]) -> Seconds:
     """Seconds that each resource works in a step."""
     busy: Seconds = {}
-    different = {id(unit): unit for unit in units}
-    for number, times in Counter(map(id, units)).items():
-        unit = different[number]
-        of_unit: Seconds = {}
-        _add(of_unit, unit, UNIT)
-        for batch in unit.batches:
-            _add(of_unit, batch, BATCH)
-        for resource, seconds in of_unit.items():
-            busy[resource] = busy.get(resource, 0.0) + times * seconds
+    for unit, times in _counted(units):
+        _add(busy, unit, UNIT, times)
+        for batch, of_unit in _counted(unit.batches):
+            _add(busy, batch, BATCH, times * of_unit)
     return busy
+
+
+def _counted(items: Sequence[_Item]) -> Iterator[tuple[_Item, int]]:
+    """Each object once, and how many times it is there."""
+    different = {id(item): item for item in items}
+    for number, times in Counter(map(id, items)).items():
+        yield different[number], times
 
 
 def _step_slowed(step: list[UnitWork], slowdowns: Slowdowns) -> list[UnitWork]:
@@ -85,7 +89,8 @@ def _step_slowed(step: list[UnitWork], slowdowns: Slowdowns) -> list[UnitWork]:
     stretched: dict[int, UnitWork] = {}
     for unit in step:
         if id(unit) not in stretched:
-            stretched[id(unit)] = _stretched(unit, found, [found] * len(unit.batches))
+            scaled = {id(batch): _scaled(batch, found) for batch, _ in _counted(unit.batches)}
+            stretched[id(unit)] = _with_own(unit, found, [scaled[id(batch)] for batch in unit.batches])
     return [stretched[id(unit)] for unit in step]
 
 
@@ -109,25 +114,24 @@ def _turns_slowed(steps: list[list[UnitWork]], slowdowns: Slowdowns) -> list[lis
     slow = []
     for number, unit in enumerate(flat):
         weights = {**coming[number], "device": turns[number][0].get("device", 1.0)}
-        slow.append(_stretched(unit, weights, turns[number]))
+        slow.append(_with_own(unit, weights, [_scaled(work, found) for work, found in zip(unit.batches, turns[number], strict=True)]))
     ends = [0]
     for step in steps:
         ends.append(ends[-1] + len(step))
     return [slow[first:end] for first, end in pairwise(ends)]
 
 
-def _add(alone: Seconds, work: BatchWork | UnitWork, fields: Mapping[str, Resource]) -> None:
+def _add(alone: Seconds, work: BatchWork | UnitWork, fields: Mapping[str, Resource], times: int = 1) -> None:
     for name, resource in fields.items():
         seconds = getattr(work, name)
         if seconds:
-            alone[resource] = alone.get(resource, 0.0) + seconds
+            alone[resource] = alone.get(resource, 0.0) + times * seconds
 
 
-def _stretched(unit: UnitWork, weights: Seconds, batches: Sequence[Seconds]) -> UnitWork:
-    """A unit with its own tasks longer by some factors, and those of each micro-batch by others."""
-    scaled = [_scaled(work, found) for work, found in zip(unit.batches, batches, strict=True)]
+def _with_own(unit: UnitWork, weights: Seconds, batches: Sequence[BatchWork]) -> UnitWork:
+    """A unit with these micro-batches, and its own tasks longer by some factors."""
     own = {name: getattr(unit, name) * weights[resource] for name, resource in UNIT.items() if resource in weights}
-    return replace(unit, batches=tuple(scaled), **own)
+    return replace(unit, batches=tuple(batches), **own)
 
 
 def _scaled(work: BatchWork, found: Seconds) -> BatchWork:

@@ -28,6 +28,8 @@ class ClassBytes:
 
     per_kind: Array
     """Bytes of a layer, by kind of layer."""
+    per_matrix: Array
+    """Bytes of each matrix of the different layers."""
     homes: Array
     """The same in memory."""
     aligned: float
@@ -58,10 +60,22 @@ class ClassCosts:
         self.main_format = counting.main_format(self.model)
         self.rests = cache(self._rests)
         self.sizes = cache(self._sizes)
-        self._linears = cache(self._linear_seconds)
+        self._products = cache(self._product_seconds)
+        self.matrices = [
+            (tensor.tensor_class, layer, place)
+            for layer in self.layer_of_kind
+            for place, tensor in enumerate(counting.layer_matrices(self.model, layer))
+        ]
+        self.layer_sums = {name: self._summing(name) for name in self.classes}
 
     def _all_in(self, fmt: str) -> Variant:
         return Variant(tuple((name, fmt) for name, options in self.offered.weights.items() if fmt in options))
+
+    def _summing(self, name: TensorClass) -> Array:
+        """1 where a class's matrix is of a kind of layer, [matrices, kinds + head]."""
+        kinds = len(self.layer_of_kind)
+        columns = [self.layer_of_kind.index(layer) for of_class, layer, _ in self.matrices if of_class == name]
+        return np.eye(kinds + 1)[columns + ([kinds] if name == self.head_class else [])]
 
     def _bytes(self, name: TensorClass, fmt: str | None) -> ClassBytes:
         """A class in a format."""
@@ -76,24 +90,30 @@ class ClassCosts:
         stored = float(per_kind @ self.layers_of_kind) + sum(counting.tensor_bytes(t) for t in outside if t is kept.head)
         aligned += sum(aligned_bytes(counting.tensor_bytes(t)) for t in outside)
         kinds = tuple(kind for kind in self.kinds[fmt] if kind.tensor_class == name)
-        return ClassBytes(per_kind, np.array(homes, dtype=np.float64), float(aligned), stored, kinds)
+        per_matrix = np.array([size for of_layer in sizes for size in of_layer], dtype=np.float64)
+        return ClassBytes(per_kind, per_matrix, np.array(homes, dtype=np.float64), float(aligned), stored, kinds)
 
-    def linears(self, cut: Cut, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
-        """Seconds of each class in a format, [blocks, kinds + head]."""
-        return self._linears(cut if phase == "prefill" else replace(cut, prefill_chunk=None), phase, fmt, kernel)
+    def products(self, cut: Cut, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
+        """Seconds of each product of a class in a format, [blocks, matrices of the different layers, last the head]."""
+        return self._products(cut if phase == "prefill" else replace(cut, prefill_chunk=None), phase, fmt, kernel)
 
-    def _linear_seconds(self, cut: Cut, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
+    def _product_seconds(self, cut: Cut, phase: Phase, fmt: str | None, kernel: str) -> dict[TensorClass, Array]:
         job = self.prices.job(cut.threads, self.uniform[fmt])
-        found = {name: np.zeros((len(self.blocks(cut)), len(self.layer_of_kind) + 1)) for name in self.classes}
-        for number, block in enumerate(self.blocks(cut)):
+        found: dict[TensorClass, list[list[float]]] = {name: [] for name in self.classes}
+        for block in self.blocks(cut):
             sizes = self.sizes(cut, block, phase)
             linears = job.linear_seconds(sizes, kernel)
-            for place, layer in enumerate(self.layer_of_kind):
-                of_kind = linears[job.kind_of_layer[layer]]
-                for tensor, seconds in zip(counting.layer_matrices(job.model, layer), of_kind, strict=True):
-                    found[tensor.tensor_class][number, place] += seconds
-            found[self.head_class][number, -1] = job.head_seconds(sizes, kernel)
-        return found
+            of_class: dict[TensorClass, list[float]] = {name: [] for name in self.classes}
+            for name, layer, place in self.matrices:
+                of_class[name].append(linears[job.kind_of_layer[layer]][place])
+            of_class[self.head_class].append(job.head_seconds(sizes, kernel))
+            for name, seconds in of_class.items():
+                found[name].append(seconds)
+        return {name: np.array(seconds) for name, seconds in found.items()}
+
+    def by_kind(self, name: TensorClass, seconds: Array) -> Array:
+        """Seconds of a class's products, [..., matrices], summed: [..., kinds of layers + head]."""
+        return seconds @ self.layer_sums[name]
 
     def blocks(self, cut: Cut) -> tuple[Block, ...]:
         """The different blocks of a cut."""
@@ -105,7 +125,7 @@ class ClassCosts:
     def stored_kernels(self, cut: Cut, phase: Phase) -> list[str]:
         """Kernels for what is as stored."""
         known = self.prices.costs(cut.threads).linear.kernels(self.main_format)
-        times = {kernel: self.linears(cut, phase, None, kernel) for kernel in known}
+        times = {kernel: self.products(cut, phase, None, kernel) for kernel in known}
         return _undominated({kernel: np.concatenate([a.ravel() for a in classes.values()]) for kernel, classes in times.items()})
 
     def quantized_kernels(self, cut: Cut, phase: Phase) -> list[str | None]:
@@ -119,10 +139,10 @@ class ClassCosts:
         return list(_undominated(times)) or [None]
 
     def quantized(self, cut: Cut, phase: Phase, fmt: str, kernel: str | None) -> dict[TensorClass, Array]:
-        """As `linears`; infinite where the kernel was not measured for the format, or may not be used with it."""
+        """As `products`; infinite where the kernel was not measured for the format, or may not be used with it."""
         assert kernel is not None
         usable = kernel in self.prices.costs(cut.threads).linear.kernels(fmt) and self.offered.takes(kernel, fmt)
-        found = self.linears(cut, phase, fmt, kernel)
+        found = self.products(cut, phase, fmt, kernel)
         return found if usable else {name: np.full_like(seconds, np.inf) for name, seconds in found.items()}
 
     def _rests(self, cut: Cut, kv_format: str) -> Array:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 from lmoffload_solver import counting
 from lmoffload_solver.assemble import Found
-from lmoffload_solver.candidate import MOST_PREFETCH_WITH_LOADS, Candidate, Domain
-from lmoffload_solver.costs import disk_of, num_requests
+from lmoffload_solver.candidate import MOST_PREFETCH_WITH_LOADS, Candidate, Cut, Domain
+from lmoffload_solver.costs import PHASES, Phase, disk_of, num_requests
 from lmoffload_solver.evaluate import Evaluator
 from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.machine import MachineProfile
@@ -102,18 +102,35 @@ def _kept(tensor: TensorShape, matrices: int) -> bool:
 
 
 def every_candidate(prices: Prices, domain: Domain, choices: Offered) -> Iterator[tuple[Evaluator, Candidate]]:
-    """The whole domain by plain loops."""
+    """The whole domain by plain loops; a kernel that is nowhere quicker than another, and somewhere slower, is no choice."""
     stored = {curve.kernel for curve in prices.machine.linear if curve.format == prices.model.head.format}
     packed = {curve.kernel for curve in prices.machine.linear if curve.format in QUANTIZED}
     for chosen, kv_format in product(product(*choices.weights.values()), choices.kv):
         lossy = tuple((name, fmt) for name, fmt in zip(choices.weights, chosen, strict=True) if fmt is not None)
         evaluator = Evaluator(prices, Variant(lossy, kv_format))
         names = {f"{q}+{s}" for q in packed for s in stored} if lossy else stored
-        for threads, (size, count), prefill, decode, stream, depth, chunk, on_disk in product(
-            domain.threads, domain.micro_batches, names, names, domain.streams, domain.depths, domain.prefill_chunks, domain.kv_on_disk
-        ):
-            if not on_disk or (stream == "layer" and depth <= MOST_PREFETCH_WITH_LOADS):
-                yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant, chunk, on_disk)
+        for threads, (size, count), chunk in product(domain.threads, domain.micro_batches, domain.prefill_chunks):
+            cut = Cut(threads, size, count, chunk)
+            kernels = [worth_trying(evaluator, cut, phase, names) for phase in PHASES]
+            for prefill, decode, stream, depth, on_disk in product(*kernels, domain.streams, domain.depths, domain.kv_on_disk):
+                if not on_disk or (stream == "layer" and depth <= MOST_PREFETCH_WITH_LOADS):
+                    yield evaluator, Candidate(size, count, threads, prefill, decode, depth, stream, evaluator.variant, chunk, on_disk)
+
+
+def worth_trying(evaluator: Evaluator, cut: Cut, phase: Phase, kernels: Collection[str]) -> list[str]:
+    """The kernels but those of which another takes no longer for any matrix, and less for some."""
+    job = evaluator.job(cut.threads)
+    taken: dict[str, list[float]] = {kernel: [] for kernel in kernels}
+    for block in evaluator.prices.blocks(cut.block_rows):
+        sizes = job.sizes(block, cut.micro_batch, phase, cut.prefill_chunk if phase == "prefill" else None)
+        for kernel, seconds in taken.items():
+            seconds += [one for of_layer in job.linear_seconds(sizes, kernel) for one in of_layer]
+            seconds.append(job.head_seconds(sizes, kernel))
+
+    def beaten(seconds: list[float]) -> bool:
+        return any(all(o <= s for o, s in zip(other, seconds, strict=True)) and other != seconds for other in taken.values())
+
+    return sorted(kernel for kernel, seconds in taken.items() if not beaten(seconds))
 
 
 def brute_force(instance: HostInstance) -> tuple[float | None, int]:
