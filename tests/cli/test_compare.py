@@ -27,7 +27,7 @@ def test_a_comparison_from_end_to_end(profiled: Path, model: Path, tmp_path: Pat
         [sys.executable, "-m", "lmoffload", "compare", str(model), *WORK, "--against", "accelerate,airllm,flexgen-policy",
          "--peer-python", f"airllm={nowhere}", "--rounds", "1", "--no-sweep", "--keep-cache", "--cut-gen-len", "3",
          "--host-memory", "2GiB", "--disk-rate", "1GB", "--out", str(out), "--json"],
-        capture_output=True, text=True, timeout=300, check=False, env=os.environ,
+        capture_output=True, text=True, timeout=600, check=False, env=os.environ,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
