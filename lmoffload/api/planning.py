@@ -168,7 +168,8 @@ def _process_bytes(plan: Plan, shape: ModelShape) -> int:
     if not on_device(plan):
         return peak(shape, plan)
     peaks = plan.predicted.peak_bytes
-    return peaks["host"] + (0 if plan.limits.emulated_device is None else peaks["device"])
+    emulated = plan.limits.emulated_device
+    return peaks["host"] + (0 if emulated is None else emulated.count * peaks["device"])
 
 
 def check_fits(workload: Workload, plan: Plan) -> None:

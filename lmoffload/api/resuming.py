@@ -32,6 +32,7 @@ def left_of(job: Job, manifest: Manifest, output: JobOutput, tell: Tell) -> tupl
     Raises:
         StatedError: the output file is of another job.
     """
+    output.ids = job.ids
     if output.begun is not None:
         manifest.require_same(output.begun, output.path)
         manifest, done = output.begun, len(output.finished)

@@ -107,9 +107,9 @@ def run_work(name: str, work: Work, limits: Limits, options: RunOptions, bar: Pr
         os.nice(options.nice)
     if options.output is None:
         return _run_work(name, work, limits, options, None, bar, tell)
-    from lmoffload.jobs.output import JobOutput
+    from lmoffload.jobs.output import job_output
 
-    with JobOutput(options.output, options.restart) as output:
+    with job_output(options.output, options.restart) as output:
         return _run_work(name, work, limits, options, output, bar, tell)
 
 
@@ -158,6 +158,8 @@ def write_document(value: Value, path: Path, what: str) -> None:
 def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
     """Refuse what can be refused before anything is opened. Writes nothing."""
     from lmoffload.jobs.manifest import manifest_place
+    from lmoffload.jobs.output import lines_place
+    from lmoffload.jobs.tables import require_readable
 
     work.check()
     work.require_prompts()
@@ -167,6 +169,8 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
         raise UsageError("The completion of -p goes to standard output; --output belongs to --input and synthetic prompts.")
     if options.restart and options.output is None:
         raise UsageError("--restart belongs to --output.")
+    require_readable(work.input_file, options.output)
+    lines = None if options.output is None else lines_place(options.output)
     if options.output is not None:
         check_place(options.output, "output file")
     if options.nice is not None and not 0 <= options.nice <= MOST_NICE:
@@ -178,7 +182,8 @@ def _check_run(work: Work, limits: Limits, options: RunOptions) -> None:
     require_distinct(
         [
             ("--output", options.output),
-            ("the manifest of --output", None if options.output is None else manifest_place(options.output)),
+            *([] if lines == options.output else [("the lines of --output", lines)]),
+            ("the manifest of --output", None if lines is None else manifest_place(lines)),
             ("--report", options.report_file),
             ("--trace", options.trace_file),
         ],

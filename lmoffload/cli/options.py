@@ -47,7 +47,7 @@ Machine = Annotated[
 ]
 Input = Annotated[
     Path | None,
-    typer.Option("--input", metavar="FILE.jsonl", help="Prompts as JSON lines.", rich_help_panel=WORK),
+    typer.Option("--input", metavar="FILE", help="Prompts as JSON lines, or a table (.csv, .parquet).", rich_help_panel=WORK),
 ]
 NumPrompts = Annotated[
     int | None,
@@ -75,11 +75,11 @@ DeviceMemory = Annotated[
     typer.Option("--device-memory", metavar="SIZE", help="Memory of the device that may be used.", rich_help_panel=LIMITS),
 ]
 EmulateDevice = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--emulate-device",
         metavar="MEMORY@RATE",
-        help="Emulate a device with so much memory behind a link of that rate each way, such as 512MiB@2GB/s.",
+        help="Emulate a device with so much memory behind a link of that rate each way, such as 512MiB@2GB/s; again for one more like it.",
         rich_help_panel=LIMITS,
     ),
 ]

@@ -38,7 +38,8 @@ def run(
         typer.Option(
             "--output",
             metavar="FILE",
-            help="Write the results here, as JSON lines. Where a run of the same job has ended early, the next goes on with it.",
+            help="Write the results here, as JSON lines, or in the end as a table (.csv, .parquet). Where a run of the same job has ended "
+            "early, the next goes on with it.",
         ),
     ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Write the output file anew instead of going on with it.")] = False,

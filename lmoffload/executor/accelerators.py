@@ -1,23 +1,26 @@
-"""The accelerator that a plan is for."""
+"""The accelerators that a plan is for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lmoffload.executor.cuda import CudaAccelerator
 from lmoffload.executor.emulated import EmulatedAccelerator
 from lmoffload.executor.resources import Accelerator
 from lmoffload_solver.plan import Plan
-from lmoffload_solver.value import TaskClass
 
 
-def accelerator_of(plan: Plan, cores: Mapping[TaskClass, Sequence[int]]) -> Accelerator:
-    """The emulated one that a plan names, its threads bound to these cores, if any; else this machine's.
+def accelerators_of(plan: Plan, compute: Sequence[Sequence[int]], staging: Sequence[int]) -> tuple[Accelerator, ...]:
+    """The emulated ones that a plan names, their threads bound to cores, if any; else this machine's.
+
+    Args:
+        compute: cores of each.
+        staging: of their copies.
 
     Raises:
-        StatedError: this machine has none.
+        StatedError: this machine has none, or not so many.
     """
     emulated = plan.limits.emulated_device
     if emulated is None:
-        return CudaAccelerator(plan.limits.device_memory_bytes)
-    return EmulatedAccelerator(emulated.memory_bytes, emulated.bytes_per_s, cores)
+        return tuple(CudaAccelerator(plan.limits.device_memory_bytes, number) for number in range(len(compute)))
+    return tuple(EmulatedAccelerator(emulated.memory_bytes, emulated.bytes_per_s, cores[:1], staging) for cores in compute)

@@ -31,7 +31,7 @@ def check_kernels(plan: Plan) -> None:
             raise StatedError(f"The plan has the kernel {kernel!r:.40}, which is not one of {', '.join(known)}: make a new plan.")
 
 
-def check_bytes(weights: StoredWeights, shape: ModelShape, plan: Plan) -> None:
+def check_bytes(stores: Sequence[StoredWeights], shape: ModelShape, plan: Plan) -> None:
     """Bytes in memory are the plan's, exactly: an option that was accepted but has no effect is a fault.
 
     Raises:
@@ -40,7 +40,7 @@ def check_bytes(weights: StoredWeights, shape: ModelShape, plan: Plan) -> None:
     planned = sum(size for tier, size in plan.weights.bytes.items() if tier != "disk")
     tables = [t for t in shape.tensors if t.is_table and plan.weights.tensors[t.name].tier != "disk"]
     planned -= sum(stored_bytes(t.shape, t.format) for t in tables)  # mapped from their file, their rows read as they are looked up
-    got = weights.resident_bytes + weights.vector_bytes
+    got = sum(weights.resident_bytes for weights in stores) + stores[0].vector_bytes
     if got != planned:
         raise StatedError(f"The weights in memory take {got} bytes where the plan has {planned}: make a new plan.")
 

@@ -1,34 +1,28 @@
-"""Which cores the threads of each class of tasks are bound to."""
+"""Which cores threads are bound to."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lmoffload_solver.value import TaskClass
 
-BOUND: tuple[TaskClass, ...] = ("host_attention", "compute", "staging", "disk_io")
-"""The classes that are bound, the one that gains most from one node's memory first."""
-
-
-def cores_of(threads: Mapping[TaskClass, int], nodes: Sequence[Sequence[int]]) -> dict[TaskClass, tuple[int, ...]]:
-    """A core of its own for every thread, those of a class within one NUMA node where one has so many left; nothing where there are fewer
+def cores_of(groups: Sequence[int], nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """A core of its own for every thread, those of a group within one NUMA node where one has so many left; none where there are fewer
     cores than threads: they share them as the system sees fit.
 
     Args:
-        threads: of each class.
+        groups: threads of each, the one that gains most from one node's memory first.
         nodes: the cores of each node.
     """
     left = [list(node) for node in nodes]
-    if sum(threads.get(name, 0) for name in BOUND) > sum(map(len, left)):
-        return {}
-    found: dict[TaskClass, tuple[int, ...]] = {}
-    for name in BOUND:
-        wanted = threads.get(name, 0)
+    if sum(groups) > sum(map(len, left)):
+        return [()] * len(groups)
+    found = []
+    for wanted in groups:
         roomy = min((node for node in left if len(node) >= wanted), key=len, default=None)
-        found[name] = tuple(_take(left if roomy is None else [roomy], wanted))
+        found.append(tuple(_take(left if roomy is None else [roomy], wanted)))
     return found
 
 

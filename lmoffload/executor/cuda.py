@@ -6,19 +6,16 @@ issued, and lets its stream wait for the rest.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lmoffload.executor.buffers import Slab
-from lmoffload.executor.host import DiscardedError
-from lmoffload.executor.resources import Event, Queue, Tier
+from lmoffload.executor.resources import Event, HandledEvent, Queue, QueuedTask, ServedQueue, Tier
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import DeviceProcessor, Processor
 from lmoffload_solver.errors import StatedError
@@ -27,17 +24,15 @@ PORTABLE = 1
 """cudaHostRegisterPortable: page-locked for every context of the process."""
 
 
-@dataclass(eq=False)
-class StreamEvent:
-    """The end of a task of a stream; see `resources.Event`."""
+@dataclass(eq=False, kw_only=True)
+class StreamEvent(HandledEvent):
+    """The end of a task of a stream, which its thread issues; see `resources.Event`."""
 
     started: Any
     ended: Any
     base: Any
     """Recorded when `base_s` was read: times on the device are counted from it."""
     base_s: float
-    error: BaseException | None = None
-    _issued: threading.Event = field(default_factory=threading.Event)
 
     @property
     def begin_s(self) -> float:
@@ -49,95 +44,43 @@ class StreamEvent:
 
     @property
     def done(self) -> bool:
-        return self._issued.is_set() and (self.error is not None or bool(self.ended.query()))
+        return self.handled and (self.error is not None or bool(self.ended.query()))
 
     def wait(self) -> None:
-        self.wait_issued()
+        self.wait_handled()
         self.ended.synchronize()
 
-    def wait_issued(self) -> None:
-        """Block until the work is in its stream; raises what ended it early."""
-        self._issued.wait()
-        if self.error is not None:
-            raise self.error
 
-    def issue(self) -> None:
-        """The work is in its stream, or will never be."""
-        self._issued.set()
-
-
-@dataclass(slots=True)
-class _Task:
-    run: Callable[[], object]
-    waits: Sequence[Event]
-    event: StreamEvent
-
-
-class StreamQueue:
-    """A queue whose server is a stream, fed by a thread; see `resources.Queue`."""
+class StreamQueue(ServedQueue[StreamEvent]):
+    """A queue whose server is a stream, fed by a thread."""
 
     def __init__(self, name: str, device: torch.device, base: Any, base_s: float) -> None:
         self._device, self._base, self._base_s = device, base, base_s
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._discarding = threading.Event()
-        self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name=f"lmoffload-{name}", daemon=True)
-        self._thread.start()
+        super().__init__(name)
 
-    @property
-    def native_ids(self) -> tuple[int, ...]:
-        return () if self._thread.native_id is None else (self._thread.native_id,)
-
-    def enqueue(self, run: Callable[[], object], waits: Sequence[Event] = ()) -> StreamEvent:
+    def _new_event(self) -> StreamEvent:
         started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        event = StreamEvent(started, ended, self._base, self._base_s)
-        self._tasks.put(_Task(run, waits, event))
-        return event
+        return StreamEvent(started=started, ended=ended, base=self._base, base_s=self._base_s)
 
-    def discard(self) -> None:
-        self._discarding.set()
-
-    def drain(self) -> None:
-        last = self.enqueue(lambda: None)
-        with suppress(BaseException):  # told to those who waited for the task itself
-            last.wait_issued()
-        self.stream.synchronize()
-        self._failed = None
-        self._discarding.clear()
-
-    def close(self) -> None:
-        self._discarding.set()
-        self._tasks.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
+    def _enter(self) -> None:
         torch.cuda.set_device(self._device)
-        while (task := self._tasks.get()) is not None:
-            self._issue(task)
-            del task  # a queue that waits keeps no task's tensors alive
 
-    def _issue(self, task: _Task) -> None:
-        event = task.event
-        try:
-            if self._discarding.is_set():
-                raise DiscardedError
-            if self._failed is not None:
-                raise self._failed
-            for before in task.waits:
-                if isinstance(before, StreamEvent):
-                    before.wait_issued()
-                    self.stream.wait_event(before.ended)
-                else:
-                    before.wait()
-            with torch.cuda.stream(self.stream):
-                event.started.record(self.stream)
-                task.run()
-                event.ended.record(self.stream)
-        except BaseException as error:  # surfaces in the thread that waits
-            event.error = self._failed = error
-        finally:
-            event.issue()
+    def _wait(self, before: Event) -> None:
+        if isinstance(before, StreamEvent):
+            before.wait_handled()
+            self.stream.wait_event(before.ended)
+        else:
+            before.wait()
+
+    def _perform(self, task: QueuedTask[StreamEvent]) -> None:
+        with torch.cuda.stream(self.stream):
+            task.event.started.record(self.stream)
+            task.run()
+            task.event.ended.record(self.stream)
+
+    def _settle(self) -> None:
+        self.stream.synchronize()
 
 
 class CudaAccelerator:
@@ -155,6 +98,8 @@ class CudaAccelerator:
     def __init__(self, memory_bytes: int | None = None, number: int = 0) -> None:
         if not torch.cuda.is_available():
             raise StatedError("This plan is for a CUDA device, and torch finds none here.")
+        if number >= torch.cuda.device_count():
+            raise StatedError(f"This plan is for {number + 1} CUDA devices, and torch finds {torch.cuda.device_count()} here.")
         self.device = torch.device("cuda", number)
         free, _ = torch.cuda.mem_get_info(self.device)
         self.memory = Tier("device", free if memory_bytes is None else min(free, memory_bytes), self._take)

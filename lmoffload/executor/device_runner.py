@@ -4,32 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from lmoffload.executor.device_batch import DeviceBatch
-from lmoffload.executor.device_tasks import DeviceTasks, Taken
-from lmoffload.executor.hidden_states import HiddenStates
+from lmoffload.executor.device_tasks import DeviceTasks, StageBlock, Taken
+from lmoffload.executor.hidden_states import HiddenStates, HostRooms
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.resources import Accelerator, Event, Queue
 from lmoffload.executor.row import Row
+from lmoffload.executor.stage import BoundStage, Stage
 from lmoffload.executor.tiered_kv import TieredKV
-from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.executor.waiting import Waiting
 from lmoffload.kernels.processor import HostProcessor
-from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver import counting
 from lmoffload_solver.arena_memory import working_bytes
 from lmoffload_solver.chain_layout import step_by_step
-from lmoffload_solver.chain_schedule import WHOLE, Place, Share
+from lmoffload_solver.chain_schedule import WHOLE, Server, Share, server_of
 from lmoffload_solver.chain_tasks import task_structure
 from lmoffload_solver.decision import Decision
 from lmoffload_solver.device_memory import work_bytes
 from lmoffload_solver.memory import JobMemory
 from lmoffload_solver.model import ModelShape
+from lmoffload_solver.pipeline import Place
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.schedule import Task, Unit
 from lmoffload_solver.value import Kind, Resource
@@ -42,16 +43,13 @@ COMPUTING: frozenset[Kind] = frozenset({"compute", "compute_before_attention", "
 class DeviceParts:
     """What blocks share."""
 
-    model: Any
     shape: ModelShape
     plan: Plan
     decision: Decision
     units: tuple[Unit, ...]
-    runtime: Runtime
-    weights: TieredWeights
+    stages: tuple[BoundStage, ...]
     reader: DiskReader
-    accelerator: Accelerator
-    queues: Mapping[Resource, Queue]
+    queues: Mapping[Server, Queue]
     host: HostProcessor
     """Attends where keys and values lie on the host."""
     meter: Meter
@@ -63,7 +61,7 @@ class DeviceRunner:
 
     def __init__(self, parts: DeviceParts) -> None:
         self._parts = parts
-        self._hidden = HiddenStates(parts.accelerator)
+        self._rooms = HostRooms()
 
     def run(
         self,
@@ -77,30 +75,46 @@ class DeviceRunner:
         """Run one block; after every step, (step, rows that finished with it). As in `BlockRunner.run`, but that rows neither come nor go
         before the block has ended: waiting and short are not asked."""
         parts, own = self._parts, [batch for batch in batches if isinstance(batch, DeviceBatch)]
-        hidden = self._hidden
-        working = self._working_bytes(own)
-        parts.accelerator.memory.charge(working, "what is computed with")
+        with ExitStack() as stack:
+            blocks = [stack.enter_context(self._on_stage(stage, own)) for stage in parts.stages]
+            parts.meter.spilled_bytes = max(parts.meter.spilled_bytes, sum(block.kv.bytes["disk"] for block in blocks))
+            tasks = DeviceTasks(parts, blocks, stop_ids, decode)
+            walk = _Walk(parts, own, tasks, max(batch.most_steps for batch in own))
+            try:
+                yield from self._steps(walk, tasks, own, full)
+            finally:
+                _empty(parts.queues)
+                for stage in range(len(blocks)):
+                    parts.queues["device", stage].enqueue(partial(tasks.abandon, stage)).wait()
+
+    @contextmanager
+    def _on_stage(self, bound: BoundStage, batches: Sequence[DeviceBatch]) -> Iterator[StageBlock]:
+        """What one accelerator has of a block. The batches that are given are the last one's: tokens are chosen there."""
+        parts, stage = self._parts, bound.stage
+        own = batches if stage.is_last else [self._like(batch, stage) for batch in batches]
+        working, memory = self._working_bytes(own, stage.accelerator), stage.accelerator.memory
+        hidden = HiddenStates(stage.accelerator, self._rooms)
+        memory.charge(working, "what is computed with")
         try:
             for batch in own:
                 batch.allocate()
-            with TieredKV(own, parts.decision.kv, parts.accelerator, parts.reader, parts.kv_folder) as kv:
-                tasks = DeviceTasks(parts, own, kv, hidden, stop_ids, decode)
-                walk = _Walk(parts, own, tasks, max(batch.most_steps for batch in own))
-                try:
-                    yield from self._steps(walk, tasks, own, full)
-                finally:
-                    _empty(parts.queues)
-                    parts.queues["device"].enqueue(tasks.abandon).wait()
+            layers = parts.decision.pipeline.layers_of(stage.index, parts.shape.num_layers)
+            with TieredKV(own, parts.decision.kv, layers, stage.accelerator, parts.reader, parts.kv_folder) as kv:
+                yield StageBlock(bound, own, kv, hidden)
         finally:
-            parts.accelerator.memory.release(working)
+            memory.release(working)
             hidden.clear()
             for batch in own:
                 batch.release()
 
-    def _working_bytes(self, batches: Sequence[DeviceBatch]) -> int:
+    def _like(self, batch: DeviceBatch, stage: Stage) -> DeviceBatch:
+        """The same rows, computed on another accelerator."""
+        return DeviceBatch(batch.index, batch.rows, self._parts.shape, self._parts.plan, stage.processor)
+
+    def _working_bytes(self, batches: Sequence[DeviceBatch], accelerator: Accelerator) -> int:
         """What a unit takes of the device's memory while it computes, as it is counted: torch's own allocator has it."""
         parts = self._parts
-        if not parts.accelerator.emulated:
+        if not accelerator.emulated:
             rows, eager = max(len(batch.rows) for batch in batches), parts.decision.runtime.attending == "eager"
             longest = max(len(row.tokens) for batch in batches for row in batch.rows)
             return int(work_bytes(parts.shape, rows, longest, eager=eager))
@@ -148,7 +162,7 @@ class _Walk:
     def steps(self) -> Iterator[int]:
         """Each step, when it has ended; the next one has been handed over before."""
         decision = self._parts.decision
-        handed_over = step_by_step(self._structure, decision.runtime, decision.prefetch_depth, self.emit)
+        handed_over = step_by_step(self._structure, decision.runtime, decision.prefetch_depth, self.emit, decision.pipeline)
         self._hand_over(handed_over)
         for step in range(self._num_steps):
             self._hand_over(handed_over)
@@ -175,12 +189,12 @@ class _Walk:
         self, resource: Resource, kind: Kind, place: Place, seconds: float, after: tuple[float, ...], share: Share = WHOLE
     ) -> float:
         """See `chain_schedule.Emit`; a handle is a task's number."""
-        step, unit, batch = place
+        step, unit, batch = place.step, place.unit, place.batch
         before = sorted({int(handle) for handle in after if handle >= 0})
         waits = [self._under_way[number][1] for number in before if number in self._under_way]
-        run = self._tasks.run(resource, kind, place, share)
-        event = self._parts.queues[resource].enqueue(run, waits)
-        task = Task(self._next, kind, step, unit, batch, resource, 0, tuple(before))
+        run, server = self._tasks.run(resource, kind, place, share), server_of(resource, place.stage)
+        event = self._parts.queues[server].enqueue(run, waits)
+        task = Task(self._next, kind, step, unit, batch, resource, 0, tuple(before), stage=server[1])
         self._under_way[task.index] = (task, event)
         if unit == len(self._parts.units) - 1 and kind == "compute":
             self._ends.setdefault(step, []).append(event)
@@ -201,7 +215,7 @@ class _Walk:
         meter.together(spans)
 
 
-def _empty(queues: Mapping[Resource, Queue]) -> None:
+def _empty(queues: Mapping[Server, Queue]) -> None:
     for queue in queues.values():
         queue.discard()
     for queue in queues.values():

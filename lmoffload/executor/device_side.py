@@ -1,28 +1,29 @@
-"""What an engine has beside, where its plan has a device."""
+"""What an engine has beside, where its plan has accelerators."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lmoffload.executor import process
-from lmoffload.executor.accelerators import accelerator_of
+from lmoffload.executor.accelerators import accelerators_of
+from lmoffload.executor.attention_streams import StreamedAttention
 from lmoffload.executor.cores import cores_of, nodes_here
-from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
 from lmoffload.executor.host import ThreadQueue
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.reader import DiskReader
 from lmoffload.executor.resources import Accelerator, Queue
+from lmoffload.executor.stage import BoundStage, Stage, bind_model
 from lmoffload.executor.stored_weights import StoredTensors
 from lmoffload.executor.tiered_weights import TieredWeights
 from lmoffload.kernels.device_linear import DTYPES
 from lmoffload.kernels.pool import Pool
-from lmoffload.kernels.processor import HostProcessor, Processor
-from lmoffload.modeling.runtime import Runtime
+from lmoffload.kernels.processor import HostProcessor
 from lmoffload_solver.chain_plan import decision_of
+from lmoffload_solver.chain_schedule import Server
 from lmoffload_solver.chain_tasks import chain_units
 from lmoffload_solver.decision import Decision
 from lmoffload_solver.model import ModelShape
@@ -34,78 +35,91 @@ from lmoffload_solver.value import Resource, TaskClass
 
 @dataclass(frozen=True)
 class DeviceSide:
-    """The accelerator, the queues, the threads of the host's attention."""
+    """The accelerators, the queues, the threads of the host's attention."""
 
     decision: Decision
     units: tuple[Unit, ...]
-    accelerator: Accelerator
-    queues: dict[Resource, Queue]
-    pool: Pool
-    """Of what the device computes, where the host's kernels do."""
-    processor: Processor
-    """Of the device."""
-    attention_pool: Pool
+    stages: tuple[Stage, ...]
+    queues: dict[Server, Queue]
+    attention_pools: tuple[Pool, ...]
+    """Of each stream of the host's attention."""
 
     @staticmethod
-    def of(shape: ModelShape, plan: Plan, stored_format: str, accelerator: Accelerator | None = None) -> DeviceSide | None:
+    def of(shape: ModelShape, plan: Plan, stored_format: str, accelerators: Sequence[Accelerator] = ()) -> DeviceSide | None:
         """None where the plan has no device.
 
         Args:
             stored_format: of the checkpoint, which a device of its own computes in.
-            accelerator: to be used, and closed; by default the one that the plan is for.
+            accelerators: to be used, and closed; by default those that the plan is for.
 
         Raises:
             StatedError: there is no such device here.
         """
         if not on_device(plan):
             return None
-        cores = cores_of(plan.threads, nodes_here())
-        accelerator = accelerator or accelerator_of(plan, cores)
-        queues: dict[Resource, Queue] = {
-            "device": accelerator.compute,
-            "upload": accelerator.upload,
-            "download": accelerator.download,
-            "disk_read": ThreadQueue("read-queue", cores.get("disk_io", ())),
-            "disk_write": ThreadQueue("write-queue", cores.get("disk_io", ())),
-            "host_attention": ThreadQueue("attention", cores.get("host_attention", ())[:1]),
-        }
-        pool = Pool(plan.threads.get("host_attention", 1), cores.get("host_attention") or None)
         decision = decision_of(shape, plan)
-        computing = Pool(plan.threads.get("compute", 1), cores.get("compute"))
-        processor = accelerator.processor(computing, DTYPES.get(stored_format, torch.bfloat16))
-        return DeviceSide(decision, chain_units(shape, decision), accelerator, queues, computing, processor, pool)
+        count, units = decision.pipeline.num_stages, chain_units(shape, decision)
+        computing, dtype = plan.threads.get("compute", 1), DTYPES.get(stored_format, torch.bfloat16)
+        streams = plan.attention.streams
+        attending = plan.threads.get("host_attention", 1) // streams
+        groups = [attending] * streams + [computing] * count + [plan.threads.get(name, 1) for name in ("staging", "disk_io")]
+        *cores, staging, disk = cores_of(groups, nodes_here())
+        attention, theirs = cores[:streams], cores[streams:]
+        queues: dict[Server, Queue] = {
+            ("disk_read", 0): ThreadQueue("read-queue", disk),
+            ("disk_write", 0): ThreadQueue("write-queue", disk),
+        }
+        for number, own in enumerate(attention):
+            queues["host_attention", number] = ThreadQueue(f"attention-{number}", own[:1])
+        stages = []
+        for index, accelerator in enumerate(accelerators or accelerators_of(plan, theirs, staging)):
+            queues["device", index] = accelerator.compute
+            queues["upload", index], queues["download", index] = accelerator.upload, accelerator.download
+            pool = Pool(computing, theirs[index] or None)
+            here, is_last = decision.pipeline.units_of(index, len(units)), index == count - 1
+            stages.append(Stage(index, here, is_last, accelerator, pool, accelerator.processor(pool, dtype)))
+        pools = tuple(Pool(attending, own or None) for own in attention)
+        return DeviceSide(decision, units, tuple(stages), queues, pools)
 
-    def weights(self, tensors: StoredTensors, plan: Plan, reader: DiskReader) -> TieredWeights:
-        """Every weight at its home, and the buffers."""
-        return TieredWeights(tensors, plan, self.units, reader, self.accelerator, self.processor, self.decision.num_buffers)
+    @property
+    def host(self) -> HostProcessor:
+        """Attends where keys and values lie on the host, in a task of the first queue of its streams."""
+        first, *others = self.attention_pools
+        queues = [self.queues["host_attention", number] for number in range(1, 1 + len(others))]
+        return StreamedAttention(first, tuple(zip(queues, others, strict=True)))
 
-    def runner(
-        self,
-        model: Any,
-        shape: ModelShape,
-        plan: Plan,
-        runtime: Runtime,
-        weights: TieredWeights,
-        reader: DiskReader,
-        meter: Meter,
-        kv_folder: Path,
-    ) -> DeviceRunner:
-        """What runs blocks."""
-        parts = DeviceParts(
-            model, shape, plan, self.decision, self.units, runtime, weights, reader, self.accelerator, self.queues,
-            HostProcessor(self.attention_pool), meter, kv_folder,
-        )  # fmt: skip
-        return DeviceRunner(parts)
+    def bind(
+        self, models: Sequence[Any], shape: ModelShape, tensors: StoredTensors, plan: Plan, reader: DiskReader, meter: Meter
+    ) -> tuple[BoundStage, ...]:
+        """Every weight at its home, the buffers, and a model on every accelerator. The first one's products are told to `meter`."""
+        found = []
+        for stage, model in zip(self.stages, models, strict=True):
+            weights = TieredWeights(
+                tensors, plan, self.units, reader, stage.accelerator, stage.processor, self.decision.num_buffers, stage.units
+            )
+            watch = meter if stage.index == 0 else Meter()
+            runtime = bind_model(model, shape, self.units, weights, stage.processor, watch, stage.reached)
+            found.append(BoundStage(stage, model, runtime, weights, watch))
+        return tuple(found)
+
+    @property
+    def emulated(self) -> bool:
+        return self.stages[0].accelerator.emulated
+
+    @property
+    def peak_bytes(self) -> list[int]:
+        """Of every accelerator's memory."""
+        return [stage.accelerator.memory.peak_bytes for stage in self.stages]
 
     def threads(self, plan: Plan, reader: DiskReader) -> dict[TaskClass, ThreadFigures]:
         """What the plan gives each class of tasks, and what its threads did."""
-        queues = self.queues
-        ids: dict[TaskClass, tuple[int, ...]] = {
-            "compute": (*queues["device"].native_ids, *self.pool.native_ids),
-            "host_attention": (*queues["host_attention"].native_ids, *self.attention_pool.native_ids),
-            "disk_io": (*queues["disk_read"].native_ids, *queues["disk_write"].native_ids, *reader.native_ids),
-            "staging": (*queues["upload"].native_ids, *queues["download"].native_ids),
-        }
+        ids: dict[TaskClass, list[int]] = {"compute": [], "host_attention": [], "disk_io": [*reader.native_ids], "staging": []}
+        for (resource, _), queue in self.queues.items():
+            ids[CLASS_OF[resource]] += queue.native_ids
+        for stage in self.stages:
+            ids["compute"] += stage.pool.native_ids
+        for pool in self.attention_pools:
+            ids["host_attention"] += pool.native_ids
         return {
             name: ThreadFigures(planned=plan.threads.get(name, 1), cpu_s=sum(map(process.thread_cpu_s, numbers)))
             for name, numbers in ids.items()
@@ -117,5 +131,19 @@ class DeviceSide:
             queue.discard()
         for queue in self.queues.values():
             queue.close()
-        self.attention_pool.close()
-        self.accelerator.close()
+        for pool in self.attention_pools:
+            pool.close()
+        for stage in self.stages:
+            stage.pool.close()
+            stage.accelerator.close()
+
+
+CLASS_OF: dict[Resource, TaskClass] = {
+    "device": "compute",
+    "upload": "staging",
+    "download": "staging",
+    "disk_read": "disk_io",
+    "disk_write": "disk_io",
+    "host_attention": "host_attention",
+}
+"""The class of tasks that a resource does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,8 +14,10 @@ from lmoffload.executor.block import phase_kernel
 from lmoffload.executor.device_batch import AT_ATTENTION, DeviceBatch
 from lmoffload.executor.hidden_states import HiddenStates
 from lmoffload.executor.row import Row
+from lmoffload.executor.stage import BoundStage, Stage
 from lmoffload.executor.tiered_kv import Changed, TieredKV
-from lmoffload_solver.chain_schedule import Place, Share
+from lmoffload_solver.chain_schedule import Share
+from lmoffload_solver.pipeline import Place
 from lmoffload_solver.plan import kernel_for
 from lmoffload_solver.value import Kind, Resource
 
@@ -30,23 +33,42 @@ class Taken(NamedTuple):
     """Keys and values that were kept for their rows, in tokens."""
 
 
+@dataclass(slots=True)
+class StageBlock:
+    """What one accelerator has of a block."""
+
+    bound: BoundStage
+    batches: Sequence[DeviceBatch]
+    kv: TieredKV
+    hidden: HiddenStates
+    changed: dict[int, Changed] = field(default_factory=dict)
+    """By micro-batch: what its decode step stores."""
+    reached: dict[int, int | None] = field(default_factory=dict)
+    """By micro-batch: where its forward waits."""
+    bound_to: int | None = None
+    """Which use of buffers of weights is the current one."""
+
+    @property
+    def stage(self) -> Stage:
+        return self.bound.stage
+
+    def hands_on(self, batch: int) -> bool:
+        """Whether a micro-batch waits for the next accelerator."""
+        return not self.stage.is_last and self.reached.get(batch) == self.stage.units.stop
+
+
 class DeviceTasks:
     """The tasks of one block. A micro-batch that has finished has nothing more to do."""
 
     def __init__(
         self,
         parts: DeviceParts,
-        batches: Sequence[DeviceBatch],
-        kv: TieredKV,
-        hidden: HiddenStates,
+        blocks: Sequence[StageBlock],
         stop_ids: frozenset[int],
         decode: Callable[[Sequence[int]], str] | None,
     ) -> None:
-        self._parts, self._batches, self._kv, self._hidden = parts, batches, kv, hidden
+        self._parts, self._blocks, self._batches = parts, blocks, blocks[-1].batches
         self._stop_ids, self._decode = stop_ids, decode
-        self._bound: int | None = None
-        self._changed: dict[int, Changed] = {}
-        """By micro-batch: what its decode step stores."""
         self.finished: dict[int, list[Row]] = {}
         """By step: the rows that finished with it."""
         self.taken: dict[int, Taken] = {}
@@ -54,37 +76,40 @@ class DeviceTasks:
 
     def run(self, resource: Resource, kind: Kind, place: Place, share: Share) -> Callable[[], None]:
         """The function of a task."""
-        step, unit, batch = place
-        number = step * len(self._parts.units) + unit
-        if kind == "read_weights":
-            return partial(self._unless_all_done, partial(self._parts.weights.read, unit, number, share))
-        if kind == "upload_weights":
-            return partial(self._unless_all_done, partial(self._parts.weights.upload, unit, number, share))
-        assert batch is not None
-        use = number * len(self._batches) + batch
-        return partial(self._unless_done, batch, self._of_batch(resource, kind, step, unit, batch, use))
+        pipeline, block = self._parts.decision.pipeline, self._blocks[place.stage]
+        sizes = len(self._parts.units), len(self._batches)
+        number = pipeline.number(place, *sizes)
+        if kind in ("read_weights", "upload_weights"):
+            weights = block.bound.weights
+            move = weights.read if kind == "read_weights" else weights.upload
+            return partial(self._unless_all_done, partial(move, place.unit, number, share))
+        assert place.batch is not None
+        use = pipeline.use(place, *sizes)
+        return partial(self._unless_done, place.batch, self._of_batch(block, resource, kind, place, place.batch, number, use))
 
-    def abandon(self) -> None:
+    def abandon(self, stage: int) -> None:
         """Drop forwards that will not be finished; a task of the device."""
-        for batch in self._batches:
+        for batch in self._blocks[stage].batches:
             batch.abandon()
 
-    def _of_batch(self, resource: Resource, kind: Kind, step: int, unit: int, batch: int, use: int) -> Callable[[], None]:
-        kv = self._kv
+    def _of_batch(
+        self, block: StageBlock, resource: Resource, kind: Kind, place: Place, batch: int, number: int, use: int
+    ) -> Callable[[], None]:
+        kv, hidden, unit = block.kv, block.hidden, place.unit
         if kind in ("compute", "compute_before_attention"):
-            return partial(self._compute, step, unit, batch, use, kind == "compute_before_attention")
+            return partial(self._compute, block, place.step, unit, batch, number, use, kind == "compute_before_attention")
         if kind == "compute_after_attention":
-            return partial(self._take_up, step, unit, batch)
+            return partial(self._take_up, block, place.step, unit, batch, number)
         if kind == "host_attention":
-            return partial(self._host_attention, unit, batch, use)
+            return partial(self._host_attention, block, unit, batch, use)
         if kind == "load_hidden":
-            return partial(self._hidden.fetch, batch)
+            return partial(self._load_hidden, block, unit, batch)
         if kind == "store_hidden":
-            return partial(self._hidden.park, batch)
+            return lambda: hidden.park(batch, hand_on=block.hands_on(batch))
         if kind == "load_kv":
             return partial(kv.read if resource == "disk_read" else kv.load, unit, batch, use)
         assert kind == "store_kv"
-        return partial(self._store, kv.write if resource == "disk_write" else kv.store, step, unit, batch, use)
+        return partial(self._store, block, kv.write if resource == "disk_write" else kv.store, place.step, unit, batch, use)
 
     def _unless_done(self, batch: int, run: Callable[[], None]) -> None:
         if not self._batches[batch].done:
@@ -94,64 +119,82 @@ class DeviceTasks:
         if not all(batch.done for batch in self._batches):
             run()
 
-    def _compute(self, step: int, unit_index: int, number: int, use: int, hands_over: bool) -> None:
-        parts, batch = self._parts, self._batches[number]
-        unit = parts.units[unit_index]
-        with parts.accelerator.computing():
-            self._enter(step, unit_index, number)
-            if unit_index == 0:
-                batch.begin(parts.model, parts.weights.table_rows)
-                for forward in batch.forwards:
-                    parts.meter.forward(*forward)
-                parts.meter.padding_tokens += batch.padding
-                if step:
-                    rows = np.array([i for i, row in enumerate(batch.rows) if row.active], dtype=np.int64)
-                    self._changed[number] = Changed(rows, np.array(batch.positions, dtype=np.int64))
+    def _compute(self, block: StageBlock, step: int, unit_index: int, number: int, pass_number: int, use: int, hands_over: bool) -> None:
+        batch, stage = block.batches[number], block.stage
+        unit = self._parts.units[unit_index]
+        with stage.accelerator.computing():
+            self._enter(block, step, unit_index, number, pass_number)
+            if unit_index == stage.units.start:
+                self._begin(block, step, batch)
             if hands_over:
                 batch.hands_over = unit.layer
             elif unit.kind == "layer":
-                self._kv.stage(unit_index, number, use)
+                block.kv.stage(unit_index, number, use)
             reached = batch.resume(unit.kind == "head")
-            expected = AT_ATTENTION if hands_over else None if unit_index + 1 == len(parts.units) else unit_index + 1
+            expected = AT_ATTENTION if hands_over else None if unit_index + 1 == len(self._parts.units) else unit_index + 1
             assert reached == expected, "the forward does not follow the plan's units"
-            self._leave(step, number, reached)
+            self._leave(block, step, number, reached)
 
-    def _take_up(self, step: int, unit_index: int, number: int) -> None:
-        batch = self._batches[number]
-        with self._parts.accelerator.computing():
-            self._enter(step, unit_index, number)
+    def _begin(self, block: StageBlock, step: int, batch: DeviceBatch) -> None:
+        """Begin a step of a micro-batch on an accelerator: with its tokens, or with what the accelerator before has handed on."""
+        bound, is_first = block.bound, block.stage.index == 0
+        batch.abandon()  # what was handed on in the step before
+        reached = batch.begin(bound.model, self._blocks[-1].bound.weights.table_rows if is_first else self._no_rows)
+        assert reached == block.stage.units.start, "the forward does not follow the plan's units"
+        if is_first:
+            for forward in batch.forwards:
+                bound.meter.forward(*forward)
+            bound.meter.padding_tokens += batch.padding
+        if step:
+            rows = np.array([i for i, row in enumerate(batch.rows) if row.active], dtype=np.int64)
+            block.changed[batch.index] = Changed(rows, np.array(batch.positions, dtype=np.int64))
+
+    def _no_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """In place of rows of the embedding table, where the hidden state that arrived takes their place."""
+        return torch.zeros(len(token_ids), self._parts.shape.embedding.shape[-1])
+
+    def _take_up(self, block: StageBlock, step: int, unit_index: int, number: int, pass_number: int) -> None:
+        batch = block.batches[number]
+        with block.stage.accelerator.computing():
+            self._enter(block, step, unit_index, number, pass_number)
             batch.hands_over = None
             reached = batch.resume()
             assert reached == unit_index + 1, "the forward does not follow the plan's units"
-            self._leave(step, number, reached)
+            self._leave(block, step, number, reached)
 
-    def _enter(self, step: int, unit_index: int, number: int) -> None:
+    def _enter(self, block: StageBlock, step: int, unit_index: int, number: int, pass_number: int) -> None:
         """Make a unit and a micro-batch those that compute now."""
-        parts, runtime, batch = self._parts, self._parts.runtime, self._batches[number]
-        use = step * len(parts.units) + unit_index
-        if self._bound != use:
-            parts.weights.bind(parts.units[unit_index], use)
-            self._bound = use
-        chosen = phase_kernel if parts.accelerator.emulated else kernel_for
-        runtime.kernel = partial(chosen, parts.plan.kernels.decode if step else parts.plan.kernels.prefill)
-        runtime.batch = batch
-        runtime.keep = partial(self._hidden.keep, number)
-        parts.meter.phase = "decode" if step else "prefill"
+        plan, bound = self._parts.plan, block.bound
+        if block.bound_to != pass_number:
+            bound.weights.bind(self._parts.units[unit_index], pass_number)
+            block.bound_to = pass_number
+        chosen = phase_kernel if block.stage.accelerator.emulated else kernel_for
+        bound.runtime.kernel = partial(chosen, plan.kernels.decode if step else plan.kernels.prefill)
+        bound.runtime.batch = block.batches[number]
+        bound.runtime.keep = partial(block.hidden.keep, number)
+        bound.meter.phase = "decode" if step else "prefill"
 
-    def _leave(self, step: int, number: int, reached: int | None) -> None:
+    def _leave(self, block: StageBlock, step: int, number: int, reached: int | None) -> None:
         """At the output head, whose input has been taken from it, the hidden state goes; behind it tokens are chosen."""
+        block.reached[number] = reached
         if reached == self._parts.shape.num_layers:
-            self._hidden.drop(number, empty=True)
+            block.hidden.drop(number, empty=True)
         elif reached is None:
-            batch = self._batches[number]
+            batch = block.batches[number]
             self.finished.setdefault(step, []).extend(batch.take_tokens(self._stop_ids, self._decode))
             taken = self.taken.get(step, Taken())
             self.taken[step] = Taken(taken.tokens + batch.tokens_taken, taken.held + batch.tokens_held)
 
-    def _host_attention(self, unit: int, number: int, use: int) -> None:
-        self._kv.stage_beside(unit, number, use)
-        with torch.no_grad():
-            self._batches[number].attend_on_host(self._parts.host, self._parts.accelerator)
+    def _load_hidden(self, block: StageBlock, unit: int, batch: int) -> None:
+        begins = block.stage.index > 0 and unit == block.stage.units.start and block.reached.get(batch) != AT_ATTENTION
+        block.hidden.fetch(batch, take_over=begins)
 
-    def _store(self, store: Callable[[int, int, int, Changed | None], None], step: int, unit: int, batch: int, use: int) -> None:
-        store(unit, batch, use, self._changed[batch] if step else None)
+    def _host_attention(self, block: StageBlock, unit: int, number: int, use: int) -> None:
+        block.kv.stage_beside(unit, number, use)
+        with torch.no_grad():
+            block.batches[number].attend_on_host(self._parts.host, block.stage.accelerator)
+
+    def _store(
+        self, block: StageBlock, store: Callable[[int, int, int, Changed | None], None], step: int, unit: int, batch: int, use: int
+    ) -> None:
+        store(unit, batch, use, block.changed[batch] if step else None)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 import torch
 
@@ -14,7 +13,6 @@ from lmoffload.executor.host import ThreadQueue
 from lmoffload.executor.resources import Queue, Tier
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import HostProcessor, Processor
-from lmoffload_solver.value import TaskClass
 
 COPY_BYTES = 512 * 2**10
 """Copied at once; another copy of the same direction may come between."""
@@ -57,15 +55,17 @@ class EmulatedAccelerator:
     """See `resources.Accelerator`. What computes on it are the host's kernels, in its own thread and its own memory."""
 
     emulated = True
+    device = torch.device("cpu")
 
     def __init__(
-        self, memory_bytes: int, link_bytes_per_s: float, cores: Mapping[TaskClass, Sequence[int]] = MappingProxyType({})
+        self, memory_bytes: int, link_bytes_per_s: float, compute: Sequence[int] = (), staging: Sequence[int] = ()
     ) -> None:
+        """compute, staging: cores of the thread that computes and of those that copy."""
         self.memory = Tier("device", memory_bytes, _arena)
         self.up, self.down = HeldLink(link_bytes_per_s), HeldLink(link_bytes_per_s)
-        self.compute: Queue = ThreadQueue("device", cores.get("compute", ())[:1])
-        self.upload: Queue = ThreadQueue("upload", cores.get("staging", ()))
-        self.download: Queue = ThreadQueue("download", cores.get("staging", ()))
+        self.compute: Queue = ThreadQueue("device", compute)
+        self.upload: Queue = ThreadQueue("upload", staging)
+        self.download: Queue = ThreadQueue("download", staging)
 
     def page_locked(self, num_bytes: int) -> Slab:
         return _touched(num_bytes)

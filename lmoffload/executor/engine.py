@@ -15,10 +15,10 @@ from lmoffload.executor import process
 from lmoffload.executor.block import BlockRunner
 from lmoffload.executor.checks import check_bytes, check_kernels, check_room, check_rows
 from lmoffload.executor.device_batch import DeviceBatch
-from lmoffload.executor.device_runner import DeviceRunner
+from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
 from lmoffload.executor.device_side import DeviceSide
 from lmoffload.executor.mean_squares import MeanSquares
-from lmoffload.executor.meter import Meter
+from lmoffload.executor.meter import Meter, merged
 from lmoffload.executor.micro_batch import MicroBatch
 from lmoffload.executor.pace import Pace
 from lmoffload.executor.reader import DiskReader
@@ -27,16 +27,15 @@ from lmoffload.executor.request import Completion, Progress, Request, Score
 from lmoffload.executor.resources import Accelerator
 from lmoffload.executor.row import Row, make_row, scored_row
 from lmoffload.executor.sampling import stop_token_ids
-from lmoffload.executor.tiered_weights import TieredWeights
+from lmoffload.executor.stage import bind_model
+from lmoffload.executor.stored_weights import StoredWeights
 from lmoffload.executor.waiting import Waiting
 from lmoffload.executor.weights import WeightStore
 from lmoffload.kernels.decode_attention import decode_kernel
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import HostProcessor, Processor
-from lmoffload.modeling.bind import bind
 from lmoffload.modeling.build import build_model
 from lmoffload.modeling.rotary import follows_length, switches_at
-from lmoffload.modeling.runtime import Runtime
 from lmoffload.settings import Settings
 from lmoffload_solver.counting import main_format
 from lmoffload_solver.errors import StatedError
@@ -59,7 +58,7 @@ class Engine:
         keep_spans: keep begin and end of every task of the first block (`meter.spans`).
         on_store: called while weights are quantized that the plan wants in another format than the checkpoint's, after every tensor.
         cache: where quantized weights lie; the user's cache directory by default.
-        accelerator: for a plan with a device, to be used and closed; by default the one that the plan is for.
+        accelerators: for a plan with a device, to be used and closed; by default those that the plan is for.
 
     Raises:
         StatedError: the plan is of another model, or does not hold on it; or weights cannot be quantized.
@@ -75,7 +74,7 @@ class Engine:
         keep_spans: bool = False,
         on_store: Callable[[StoreProgress], None] = lambda progress: None,
         cache: Path | None = None,
-        accelerator: Accelerator | None = None,
+        accelerators: Sequence[Accelerator] = (),
     ) -> None:
         from lmoffload.checkpoint import transformers_config, with_formats
 
@@ -96,34 +95,23 @@ class Engine:
         self._decode = decode
         self.meter = Meter(keep_spans=keep_spans)
         self.remarks: list[str] = []
-        self._device = DeviceSide.of(self.shape, plan, stored_format, accelerator)
-        units = self.units = units_of(self.shape, plan) if self._device is None else self._device.units
+        self._device = DeviceSide.of(self.shape, plan, stored_format, accelerators)
+        self.units = units_of(self.shape, plan) if self._device is None else self._device.units
         config = transformers_config(checkpoint)
         self._switches_at = switches_at(config)
         if plan.prefill_chunk is not None and follows_length(config):
             raise StatedError("This model's rotary embedding follows a prompt's length, so it is not cut: plan without prefill_chunk.")
-        model = build_model(config)
+        models = [build_model(config) for _ in range(1 if self._device is None else len(self._device.stages))]
         self.base_bytes = process.resident_bytes()
-        self._pool = Pool(plan.threads.get("compute", 1)) if self._device is None else self._device.pool
-        self._processor: Processor = HostProcessor(self._pool) if self._device is None else self._device.processor
+        self._pool = Pool(plan.threads.get("compute", 1)) if self._device is None else self._device.stages[-1].pool
+        self._processor: Processor = HostProcessor(self._pool) if self._device is None else self._device.stages[-1].processor
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
         try:
-            self.weights: WeightStore | TieredWeights
-            if self._device is None:
-                self.weights = WeightStore(checkpoint, plan, units, self._reader)
-            else:
-                self.weights = self._device.weights(checkpoint, plan, self._reader)
-            check_bytes(self.weights, self.shape, plan)
-            heads = tuple(unit.index for unit in units if unit.kind == "head")
-            runtime = self._runtime = Runtime(self.weights, self._processor, heads, self.meter)
-            layer_units = tuple(unit.index for unit in units if unit.kind == "layer")
-            part_units = {unit.computes[0]: unit.index for unit in units if unit.kind == "part"}
-            bind(model, self.shape, runtime, self.weights.vectors, layer_units, part_units)
+            self._blocks = self._bound(models, checkpoint, self._kv_folder(cache))
             if isinstance(self._processor, HostProcessor):
                 check_rows(self.shape, plan)
             if isinstance(self._processor, HostProcessor) or plan.attention.host:
                 decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
-            self._blocks = self._runner(model, self._kv_folder(cache))
         except BaseException:
             self.close()
             raise
@@ -236,14 +224,16 @@ class Engine:
         """
         found = MeanSquares()
         blocks = self._split([scored_row(text, 0, self.shape.vocab_size) for text in texts], keep_logits=True)
-        self._runtime.observe = found.add
+        for runtime in self._runtimes:
+            runtime.observe = found.add
         try:
             for number, block in enumerate(blocks, 1):
                 for _ in self._blocks.run(block):
                     pass
                 on_progress(number / len(blocks))
         finally:
-            self._runtime.observe = None
+            for runtime in self._runtimes:
+                runtime.observe = None
         return {name: square for name, square in found.means().items() if self.shape.by_name[name].layer is not None}
 
     def first_logits(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -259,7 +249,7 @@ class Engine:
     def report(self) -> RunReport:
         """What has been run since the engine was opened, beside what was predicted."""
         return run_report(
-            self.plan, self.shape, self.units, self.meter, self.weights, self._device,
+            self.plan, self.shape, self.units, merged(self._meters), self._stores, self._device,
             base_bytes=self.base_bytes, bytes_read=self.bytes_read, remarks=self.remarks, reader=self._reader,
         )  # fmt: skip
 
@@ -298,12 +288,23 @@ class Engine:
             for number, at in enumerate(range(0, len(rows), size))
         ]
 
-    def _runner(self, model: Any, kv_folder: Path) -> BlockRunner | DeviceRunner:
-        if self._device is None:
-            assert isinstance(self.weights, WeightStore)
-            return BlockRunner(model, self.units, self.plan, self._runtime, self.weights, self._reader, self.meter, kv_folder)
-        assert isinstance(self.weights, TieredWeights)
-        return self._device.runner(model, self.shape, self.plan, self._runtime, self.weights, self._reader, self.meter, kv_folder)
+    def _bound(self, models: Sequence[Any], checkpoint: Checkpoint, kv_folder: Path) -> BlockRunner | DeviceRunner:
+        """Load the weights, put our parts into the models, and make what runs blocks."""
+        plan, shape, units, reader, device = self.plan, self.shape, self.units, self._reader, self._device
+        self._stores: Sequence[StoredWeights]
+        if device is None:
+            weights = WeightStore(checkpoint, plan, units, reader)
+            self._stores, self._meters = [weights], [self.meter]
+            check_bytes(self._stores, shape, plan)
+            self._runtimes = [bind_model(models[0], shape, units, weights, self._processor, self.meter, layers_cut=plan.stream == "matrix")]
+            return BlockRunner(models[0], units, plan, self._runtimes[0], weights, reader, self.meter, kv_folder)
+        stages = device.bind(models, shape, checkpoint, plan, reader, self.meter)
+        self._stores, self._meters = [one.weights for one in stages], [one.meter for one in stages]
+        self._runtimes = [one.runtime for one in stages]
+        check_bytes(self._stores, shape, plan)
+        return DeviceRunner(
+            DeviceParts(shape, plan, device.decision, units, stages, reader, device.queues, device.host, self.meter, kv_folder)
+        )
 
     @staticmethod
     def _kv_folder(cache: Path | None) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from lmoffload_solver.chain_schedule import Server, busiest
 from lmoffload_solver.costs import Phase
 from lmoffload_solver.plan import Predicted
 from lmoffload_solver.report import Waste
@@ -68,6 +69,21 @@ class Forwards(NamedTuple):
     rows: int = 0
 
 
+def merged(meters: Sequence[Meter]) -> Meter:
+    """The first meter with the products and attention that all were told of."""
+    first, *others = meters
+    if not others:
+        return first
+    products, attentions = {key: replace(seen) for key, seen in first.products.items()}, dict(first.attentions)
+    for other in others:
+        for key, seen in list(other.products.items()):
+            total = products.setdefault(key, Sum())
+            products[key] = Sum(total.count + seen.count, total.seconds + seen.seconds, total.amount + seen.amount)
+        for place, attended in list(other.attentions.items()):
+            attentions[place] = attentions.get(place, Attended()).with_more(attended)
+    return replace(first, products=products, attentions=attentions)
+
+
 def about(count: int) -> int:
     """A number of at most five binary digits, then zeros, that is at most 1/16 smaller: what is alike enough to be added up."""
     zeros = max(0, count.bit_length() - 5)
@@ -83,7 +99,7 @@ class Meter:
     spans: list[Span] = field(default_factory=list)
     counts: dict[Kind, int] = field(default_factory=dict)
     seconds: dict[Kind, float] = field(default_factory=dict)
-    busy: dict[Resource, float] = field(default_factory=dict)
+    busy: dict[Server, float] = field(default_factory=dict)
     pairs: set[tuple[Kind, Resource]] = field(default_factory=set)
     """Kinds of tasks with the resources that they ran on."""
     overlapped_s: float = 0.0
@@ -107,6 +123,8 @@ class Meter:
     """Of keys and values, in every step."""
     held_tokens: int = 0
     """Of them those with keys and values of a row that computed."""
+    spilled_bytes: int = 0
+    """Of a block's keys and values on the disk, at most."""
     phase: Phase = "prefill"
     """Of what computes now."""
     reads: dict[tuple[Phase, int], Sum] = field(default_factory=dict)
@@ -124,7 +142,8 @@ class Meter:
         """Count a task that took from `begin_s` to `end_s`."""
         self.counts[task.kind] = self.counts.get(task.kind, 0) + 1
         self.seconds[task.kind] = self.seconds.get(task.kind, 0.0) + end_s - begin_s
-        self.busy[task.resource] = self.busy.get(task.resource, 0.0) + end_s - begin_s
+        server = task.resource, task.stage
+        self.busy[server] = self.busy.get(server, 0.0) + end_s - begin_s
         self.pairs.add((task.kind, task.resource))
         if task.kind == "read_weights":
             self.reads.setdefault(("decode" if task.step else "prefill", task.unit), Sum()).add(end_s - begin_s)
@@ -200,7 +219,7 @@ class Meter:
             tokens_per_s=self.tokens / total if total else 0.0,
             decode_tokens_per_s=self.decode_tokens / self.decode_s if self.decode_s else 0.0,
             step_s=self.full_steps_s / self.num_full_steps if self.num_full_steps else 0.0,
-            resources=dict(self.busy),
+            resources=busiest(self.busy),
             peak_bytes=peak_bytes,
             base_bytes=base_bytes,
         )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextvars
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import greenlet
 import numpy as np
 import torch
+from torch.nn import functional
 
-from lmoffload.executor.kv_cache import KVCache, kv_bytes
+from lmoffload.executor.kv_cache import KVCache, LayerMemo, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
 from lmoffload.executor.row import Row
 from lmoffload.kernels.processor import Processor
@@ -35,6 +37,8 @@ class Forward:
     thread: Any
     """Its greenlet."""
     logits: torch.Tensor | None = None
+    memos: dict[int, LayerMemo] = field(default_factory=lambda: defaultdict(LayerMemo))
+    """By the first layer of each shape."""
 
 
 class MicroBatch:
@@ -54,6 +58,8 @@ class MicroBatch:
         self.index = index
         self.rows = list(rows)
         self._layers = shape.layers
+        self._alike = [shape.layers.index(layer) for layer in shape.layers]
+        """For each layer the first one of its shape."""
         self._formats = plan.kv.format
         self._on_disk = frozenset(layer for layer, number, tier in plan.kv.homes if tier == "disk" and number == index)
         self.rooms = tuple(row.room for row in rows)
@@ -248,16 +254,16 @@ class MicroBatch:
             attended = self._attend_prompts(packed, query, key, value, options)
             self.attended_s = time.perf_counter() - begin_s
             return attended
-        rows, count = packed.rows, len(packed.rows)
-        positions = np.asarray(packed.positions[:count], dtype=np.int64)
-        cache.store_tokens(rows, positions, key[:count], value[:count])
-        out, begin_s = query.new_zeros(query.shape[0], query.shape[1], value.shape[2]), time.perf_counter()
-        out[:count] = self._processor.decode(
-            query[:count].contiguous(), cache.keys, cache.values, rows, positions + 1,
+        memo, rows, lengths = self._now.memos[self._alike[layer]], packed.rows, packed.lengths
+        count = len(rows)
+        cache.store_tokens(rows, lengths - 1, key[:count], value[:count], memo)
+        begin_s = time.perf_counter()
+        attended = self._processor.decode(
+            query[:count].contiguous(), cache.keys, cache.values, rows, lengths, memo.attention,
             scaling=scaling, window=cache.shape.window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         self.attended_s = time.perf_counter() - begin_s
-        return out
+        return functional.pad(attended, (0, 0, 0, 0, 0, query.shape[0] - count)) if count < query.shape[0] else attended
 
     def _attend_prompts(
         self, packed: Packed, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]

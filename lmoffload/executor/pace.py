@@ -50,5 +50,5 @@ class Pace:
         done_s = self._done_s + sum(self._token_seconds.seconds(row.request, len(row.generated)) for row in active if not row.fresh)
         tokens = self._tokens + sum(len(row.generated) for row in active)
         share = done_s / self._total_s if self._total_s else self._num_done / self._num_prompts
-        elapsed_s, binds = time.perf_counter() - self._began, max(meter.busy, key=lambda resource: meter.busy[resource])
+        elapsed_s, binds = time.perf_counter() - self._began, max(meter.busy, key=lambda server: meter.busy[server])[0]
         return Progress(step, block, self._num_done, self._num_prompts, share, self._total_s, tokens, elapsed_s, binds)

@@ -43,9 +43,14 @@ class Packed:
         """(tokens before the piece, tokens with it) of each row."""
         return tuple((piece.first, piece.end) for piece in self.pieces)
 
-    @property
+    @cached_property
     def rows(self) -> npt.NDArray[np.int64]:
         return np.asarray([piece.row for piece in self.pieces], dtype=np.int64)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row with those of its piece."""
+        return np.asarray([piece.end for piece in self.pieces], dtype=np.int64)
 
     @property
     def newest(self) -> list[int]:

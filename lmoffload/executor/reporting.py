@@ -11,8 +11,8 @@ from lmoffload.executor.device_side import DeviceSide
 from lmoffload.executor.meter import Meter
 from lmoffload.executor.performed import performed
 from lmoffload.executor.reader import DiskReader
+from lmoffload.executor.stored_weights import StoredWeights
 from lmoffload.executor.tiered_weights import TieredWeights
-from lmoffload.executor.weights import WeightStore
 from lmoffload_solver.model import ModelShape
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport, TaskFigures, phase_figures, relative_errors
@@ -25,7 +25,7 @@ def run_report(
     shape: ModelShape,
     units: tuple[Unit, ...],
     meter: Meter,
-    weights: WeightStore | TieredWeights,
+    stores: Sequence[StoredWeights],
     device: DeviceSide | None,
     *,
     base_bytes: int,
@@ -40,7 +40,7 @@ def run_report(
         bytes_read: from disk, as the kernel counts them.
     """
     peak = process.peak_resident_bytes()
-    measured = meter.figures(_peak_bytes(device, peak), base_bytes)
+    measured = meter.figures(_peak_bytes(device, peak, meter.spilled_bytes + plan.weights.bytes.get("disk", 0)), base_bytes)
     work = performed(meter, shape, plan, units)
     return RunReport(
         plan=plan,
@@ -48,8 +48,8 @@ def run_report(
         measured=measured,
         error=relative_errors(plan.predicted, measured),
         machine=plan.machine,
-        emulated=device is not None and device.accelerator.emulated,
-        resident_bytes=_resident_bytes(weights),
+        emulated=device is not None and device.emulated,
+        resident_bytes=_resident_bytes(stores),
         bytes_read=bytes_read,
         prompts_computed=meter.prompts,
         tasks={kind: _task_figures(plan, meter, kind) for kind in meter.counts},
@@ -72,15 +72,21 @@ def _task_figures(plan: Plan, meter: Meter, kind: Kind) -> TaskFigures:
     return TaskFigures(count=meter.counts[kind], predicted_s=predicted, measured_s=meter.seconds[kind])
 
 
-def _resident_bytes(weights: WeightStore | TieredWeights) -> dict[Tier, int]:
-    if isinstance(weights, TieredWeights):
-        return {**weights.home_bytes, "device": weights.home_bytes["device"] + weights.device_vector_bytes}
-    return {"host": weights.resident_bytes + weights.vector_bytes}
+def _resident_bytes(stores: Sequence[StoredWeights]) -> dict[Tier, int]:
+    found: dict[Tier, int] = {}
+    for weights in stores:
+        if isinstance(weights, TieredWeights):
+            found["device"] = found.get("device", 0) + weights.home_bytes["device"] + weights.device_vector_bytes
+            found["host"] = found.get("host", 0) + weights.home_bytes["host"]
+        else:
+            found["host"] = weights.resident_bytes + weights.vector_bytes
+    return found
 
 
-def _peak_bytes(device: DeviceSide | None, resident: int) -> dict[Tier, int]:
-    """By tier. An emulated device's memory is the process's own, and counted apart."""
+def _peak_bytes(device: DeviceSide | None, resident: int, on_disk: int) -> dict[Tier, int]:
+    """By tier, of the fullest accelerator; of the disk, homes. An emulated device's memory is the process's own, and counted apart."""
     if device is None:
         return {"host": resident}
-    taken = device.accelerator.memory.peak_bytes
-    return {"device": taken, "host": max(0, resident - taken) if device.accelerator.emulated else resident}
+    taken = device.peak_bytes
+    host = max(0, resident - sum(taken)) if device.emulated else resident
+    return {"device": max(taken), "host": host, "disk": on_disk}

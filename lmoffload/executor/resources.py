@@ -7,10 +7,13 @@ each accelerator has a file of its own.
 
 from __future__ import annotations
 
+import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from lmoffload_solver.errors import StatedError
 
@@ -59,10 +62,132 @@ class Queue(Protocol):
         """Discard, and end the server."""
 
 
+class DiscardedError(Exception):
+    """A task was dropped before it began."""
+
+
+@dataclass(eq=False)
+class HandledEvent:
+    """The end of what a thread does for a task; see `Event`."""
+
+    error: BaseException | None = None
+    _handled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def handled(self) -> bool:
+        """Whether the thread has done its part, or will never do it."""
+        return self._handled.is_set()
+
+    def wait_handled(self) -> None:
+        """Block until then; raises what ended the task early."""
+        self._handled.wait()
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        """The thread has done its part."""
+        self._handled.set()
+
+
+E = TypeVar("E", bound=HandledEvent)
+
+
+@dataclass(slots=True)
+class QueuedTask(Generic[E]):
+    """What a queue has been given."""
+
+    run: Callable[[], object]
+    waits: Sequence[Event]
+    event: E
+
+
+class ServedQueue(ABC, Generic[E]):
+    """A queue that a thread takes its tasks from; see `Queue`.
+
+    What a task raises is raised to those who wait for it; tasks that do, and those behind it in the queue, end in the same way.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._tasks: queue.SimpleQueue[QueuedTask[E] | None] = queue.SimpleQueue()
+        self._discarding = threading.Event()
+        self._failed: BaseException | None = None
+        """What ended a task early since the queue was drained last."""
+        self._thread = threading.Thread(target=self._serve, name=f"lmoffload-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def native_ids(self) -> tuple[int, ...]:
+        return () if self._thread.native_id is None else (self._thread.native_id,)
+
+    def enqueue(self, run: Callable[[], object], waits: Sequence[Event] = ()) -> E:
+        task = QueuedTask(run, waits, self._new_event())
+        self._tasks.put(task)
+        return task.event
+
+    def discard(self) -> None:
+        self._discarding.set()
+
+    def drain(self) -> None:
+        last = self.enqueue(_nothing)
+        with suppress(BaseException):  # told to those who waited for the task itself
+            last.wait_handled()
+        self._settle()
+        self._failed = None
+        self._discarding.clear()
+
+    def close(self) -> None:
+        self._discarding.set()
+        self._tasks.put(None)
+        self._thread.join()
+
+    @abstractmethod
+    def _new_event(self) -> E: ...
+
+    @abstractmethod
+    def _enter(self) -> None:
+        """What the thread does first."""
+
+    @abstractmethod
+    def _wait(self, before: Event) -> None:
+        """Let the task at hand begin after `before`."""
+
+    @abstractmethod
+    def _perform(self, task: QueuedTask[E]) -> None:
+        """Do a task, all that it waits for said to have ended."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Wait for what the thread has begun and not waited for."""
+
+    def _serve(self) -> None:
+        self._enter()
+        while (task := self._tasks.get()) is not None:
+            self._do(task)
+            del task  # a queue that waits keeps no task's tensors alive
+
+    def _do(self, task: QueuedTask[E]) -> None:
+        try:
+            if self._discarding.is_set():
+                raise DiscardedError
+            if self._failed is not None:
+                raise self._failed
+            for before in task.waits:
+                self._wait(before)
+            self._perform(task)
+        except BaseException as error:  # surfaces in the thread that waits
+            task.event.error = self._failed = error
+        finally:
+            task.event.end()
+
+
+def _nothing() -> None: ...
+
+
 class Accelerator(Protocol):
     """A processor with a tier of its own."""
 
     emulated: bool
+    device: torch.device
     memory: Tier
     compute: Queue
     upload: Queue

@@ -28,10 +28,12 @@ class SpillFile:
     """
 
     def __init__(self, folder: Path, num_bytes: int) -> None:
-        self.path = folder
+        self._folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._fd, name = tempfile.mkstemp(prefix="kv-", dir=folder)
+            self.path = Path(name)
+            """A name that no other file has, though it has none any more."""
             os.unlink(name)
         except OSError as error:
             raise StatedError(f"Keys and values cannot be kept in {folder}: {error.strerror}.") from error
@@ -57,7 +59,7 @@ class SpillFile:
             try:
                 count = os.preadv(self._fd, [buffer[done:]], offset + done)
             except OSError as error:
-                raise StatedError(f"Reading keys and values on the disk of {self.path} failed: {error.strerror}.") from error
+                raise StatedError(f"Reading keys and values on the disk of {self._folder} failed: {error.strerror}.") from error
             assert count > 0, "the file is as long as it was made"
             done += count
 
@@ -72,7 +74,7 @@ class SpillFile:
             try:
                 done += os.pwritev(self._fd, [buffer[done:]], offset + done)
             except OSError as error:
-                raise StatedError(f"Writing keys and values on the disk of {self.path} failed: {error.strerror}.") from error
+                raise StatedError(f"Writing keys and values on the disk of {self._folder} failed: {error.strerror}.") from error
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -56,6 +56,7 @@ class TieredKV:
     Args:
         batches: whose caches are allocated.
         kv: home and attention of each layer's micro-batches.
+        layers: those that are computed here.
         folder: for the file on the disk.
 
     Raises:
@@ -66,6 +67,7 @@ class TieredKV:
         self,
         batches: Sequence[DeviceBatch],
         kv: Sequence[Sequence[KVUnit]],
+        layers: range,
         accelerator: Accelerator,
         reader: DiskReader,
         folder: Path,
@@ -74,8 +76,8 @@ class TieredKV:
         used: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
         self.homes: dict[tuple[int, int], Home] = {}
         for batch in batches:
-            for layer, units in enumerate(kv):
-                tier = units[batch.index].home
+            for layer in layers:
+                tier = kv[layer][batch.index].home
                 size = _size(batch.layer_cache(layer), paged=tier == "disk")
                 self.homes[layer, batch.index] = Home(tier, size, used[tier])
                 used[tier] += size

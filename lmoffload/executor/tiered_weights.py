@@ -51,6 +51,7 @@ class TieredWeights(StoredWeights):
     """Weights of a plan whose compute tier is a device.
 
     Args:
+        here: what is computed on this device; the units, and tensors, of other devices are theirs.
         num_buffers: buffers on the device, and as many on the host, that units pass through in turn.
 
     Raises:
@@ -66,9 +67,11 @@ class TieredWeights(StoredWeights):
         accelerator: Accelerator,
         processor: Processor,
         num_buffers: int,
+        here: range,
     ) -> None:
         super().__init__(tensors, reader)
-        self._accelerator, self._units = accelerator, units
+        self._accelerator, self._units = accelerator, units[here.start : here.stop]
+        self._layers, self._is_last = here, here.stop == len(units)
         self._tiers: dict[str, Tier] = {name: planned.tier for name, planned in plan.weights.tensors.items()}
         for name, vector in self.vectors.items():
             if not self._shape.by_name[name].is_table:
@@ -77,7 +80,7 @@ class TieredWeights(StoredWeights):
         self.home_bytes: dict[Tier, int] = {"device": 0, "host": 0}
         for names in self._groups():
             self._load_home(names)
-        self.passages = {unit.index: self._passage(unit, self._on_host(unit)) for unit in units if unit.streamed}
+        self.passages = {unit.index: self._passage(unit, self._on_host(unit)) for unit in self._units if unit.streamed}
         slot = max((passage.num_bytes for passage in self.passages.values()), default=0)
         staged = max((passage.disk.num_bytes for passage in self.passages.values()), default=0)
         count = num_buffers if slot else 0
@@ -136,9 +139,13 @@ class TieredWeights(StoredWeights):
         """Matrices at home on the device that lie in one allocation: a layer's, and the others."""
         groups: dict[int | None, list[TensorShape]] = {}
         for tensor in self._shape.tensors:
-            if tensor.is_matrix and self._tiers[tensor.name] == "device":
+            if tensor.is_matrix and self._tiers[tensor.name] == "device" and self._is_here(tensor):
                 groups.setdefault(tensor.layer, []).append(tensor)
         return list(groups.values())
+
+    def _is_here(self, tensor: TensorShape) -> bool:
+        """What belongs to no layer is the last device's."""
+        return self._is_last if tensor.layer is None else tensor.layer in self._layers
 
     def _load_home(self, tensors: Sequence[TensorShape]) -> None:
         pieces = [_piece(tensor) for tensor in tensors]
@@ -193,6 +200,8 @@ class TieredWeights(StoredWeights):
         """Find where rows of the embedding table are looked up. A table that is the output head, at home on the host, lies there in the
         pieces that go up."""
         table = self._shape.embedding
+        if not self._is_here(table):
+            return
         if self._tiers[table.name] == "device":
             self._table = self._resident[table.name]
         elif self._tiers[table.name] == "host":

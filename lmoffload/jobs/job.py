@@ -30,6 +30,8 @@ class Job:
 
     requests: tuple[Request, ...]
     bad_lines: tuple[BadLine, ...] = ()
+    ids: tuple[str, ...] = ()
+    """Of all lines as they were read, finished ones included."""
 
     @property
     def num_lines(self) -> int:
@@ -39,7 +41,7 @@ class Job:
         """What is left when the lines with these ids are finished; requests without a seed get this one."""
         left = [request for request in self.requests if request.id not in finished]
         seeded = [replace(one, sampling=replace(one.sampling, seed=seed)) if one.sampling.seed is None else one for one in left]
-        return Job(tuple(seeded), self.bad_lines)
+        return Job(tuple(seeded), self.bad_lines, self.ids)
 
     @property
     def workload(self) -> Workload:
@@ -74,7 +76,7 @@ def job_of_lines(lines: Sequence[JobLine | BadLine], text: Text, shape: ModelSha
             requests.append(_request(line, line.id, text, shape, options))
         except StatedError as error:
             bad.append(BadLine(line.id, str(error)))
-    return Job(tuple(requests), tuple(bad))
+    return Job(tuple(requests), tuple(bad), tuple(line.id or "" for line in lines))
 
 
 def synthetic_job(shape: ModelShape, num_prompts: int, prompt_len: int, options: Options) -> Job:
@@ -85,7 +87,7 @@ def synthetic_job(shape: ModelShape, num_prompts: int, prompt_len: int, options:
     for number in range(1, num_prompts + 1):
         ids = tuple(generator.randrange(shape.vocab_size) for _ in range(prompt_len))
         requests.append(Request(str(number), ids, options.gen_len, options.sampling, options.stop, options.log_probabilities))
-    return Job(tuple(requests))
+    return Job(tuple(requests), ids=tuple(request.id for request in requests))
 
 
 def _request(line: JobLine, line_id: str, text: Text, shape: ModelShape, options: Options) -> Request:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from lmoffload.errors import StatedError
 from lmoffload.executor.request import Sampling
+from lmoffload.jobs.tables import is_table, lines_of_table
 from lmoffload_solver.value import Value
 
 
@@ -69,26 +70,27 @@ class BadLine:
 
 
 def read_lines(path: Path) -> tuple[JobLine | BadLine, ...]:
-    """The lines of a job file in order; those without an id get their number, from 1.
+    """The lines of a job file in order, or the rows of a table; those without an id get their number, from 1.
 
     Raises:
         StatedError: the file cannot be read or is empty, or two lines have one id.
     """
     try:
-        data = path.read_bytes()
+        data = lines_of_table(path) if is_table(path) else path.read_bytes()
     except OSError as error:
         raise StatedError(f"The job file {path} cannot be read: {error.strerror}.") from error
+    noun = "row" if is_table(path) else "line"
     raw = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     if not raw[-1].strip():
         raw.pop()
     if not raw:
-        raise StatedError(f"The job file {path} has no lines.")
-    lines = tuple(_parse(line, str(number)) for number, line in enumerate(raw, 1))
+        raise StatedError(f"The job file {path} has no {noun}s.")
+    lines = tuple(_parse(line, str(number), noun.capitalize()) for number, line in enumerate(raw, 1))
     seen: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         assert line.id is not None
         if line.id in seen:
-            raise StatedError(f"The job file {path} uses the id {line.id!r} twice, in lines {seen[line.id]} and {number}.")
+            raise StatedError(f"The job file {path} uses the id {line.id!r} twice, in {noun}s {seen[line.id]} and {number}.")
         seen[line.id] = number
     return lines
 
@@ -103,17 +105,17 @@ def line_of_prompt(line_id: str, prompt: str | Sequence[Mapping[str, str]]) -> J
         return BadLine(line_id, f"Prompt {line_id} is not valid: {_first_reason(error)}.")
 
 
-def _parse(raw: bytes, number: str) -> JobLine | BadLine:
+def _parse(raw: bytes, number: str, noun: str) -> JobLine | BadLine:
     if not raw.strip():
-        return BadLine(number, f"Line {number} is empty.")
+        return BadLine(number, f"{noun} {number} is empty.")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
-        return BadLine(number, f"Line {number} is not UTF-8 text.")
+        return BadLine(number, f"{noun} {number} is not UTF-8 text.")
     try:
         line = JobLine.model_validate_json(text)
     except ValidationError as error:
-        return BadLine(_stated_id(error) or number, f"Line {number} is not valid: {_first_reason(error)}.")
+        return BadLine(_stated_id(error) or number, f"{noun} {number} is not valid: {_first_reason(error)}.")
     return line if line.id is not None else line.model_copy(update={"id": number})
 
 

@@ -7,7 +7,8 @@ import os
 import shutil
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,7 @@ from lmoffload.documents import check_place
 from lmoffload.errors import StatedError
 from lmoffload.jobs.manifest import Manifest, manifest_place, read_manifest, write_manifest
 from lmoffload.jobs.results import Result
+from lmoffload.jobs.tables import is_table, write_table
 from lmoffload.units import format_bytes
 
 SYNC_EVERY_S = 1.0
@@ -26,22 +28,52 @@ BYTES_PER_TOKEN, BYTES_PER_LINE = 20, 400
 """Of an output line, generously: a token's number and text; names, id and punctuation."""
 
 
+def lines_place(output: Path) -> Path:
+    """Where the lines of a job are written as prompts finish: a table cannot be added to, so they lie beside it."""
+    return output.with_name(output.name + ".jsonl") if is_table(output) else output
+
+
+@contextmanager
+def job_output(output: Path, restart: bool) -> Iterator[JobOutput]:
+    """The output of a job. A table is written when this ends without an error, from all lines.
+
+    Raises:
+        StatedError: as `JobOutput` does; or a table is there that no job has made.
+    """
+    lines = lines_place(output)
+    with JobOutput(lines, restart, copies=1 if lines == output else 2) as opened:
+        if lines != output and output.exists() and opened.begun is None and not restart:
+            raise StatedError(
+                f"The table {output} exists already, without the lines {lines.name} of a job that could go on; name another, or give "
+                "--restart to write it anew."
+            )
+        yield opened
+        if lines != output:
+            opened.sync(0)
+            write_table(output, lines, opened.ids)
+
+
 class JobOutput:
     """A context manager. The file itself carries the lock, which ends with the process however it ends. Until `begin`, nothing that is
     there is changed; a file that is empty at the end is removed.
+
+    Args:
+        copies: as many times the results will take their room on the disk.
 
     Raises:
         StatedError: another run writes to it, it cannot be written there, or `restart` is false and it is no job's.
     """
 
-    def __init__(self, path: Path, restart: bool = False) -> None:
+    def __init__(self, path: Path, restart: bool = False, copies: int = 1) -> None:
         check_place(path, "output file")
-        self.path, self._restart = path, restart
+        self.path, self._restart, self._copies = path, restart, copies
         self._descriptor = -1
         self.begun: Manifest | None = None
         """What made the lines that are there."""
         self.finished: frozenset[str] = frozenset()
         """Ids of those of them that have not failed."""
+        self.ids: tuple[str, ...] = ()
+        """Of all lines of the job in the input's order, once it is known."""
         self._kept = b""
         self._synced_s = 0.0
 
@@ -74,7 +106,7 @@ class JobOutput:
         Raises:
             StatedError: the disk has no room for the results, or the file cannot be written.
         """
-        self._check_space(manifest.num_lines * BYTES_PER_LINE + num_tokens * BYTES_PER_TOKEN)
+        self._check_space(self._copies * (manifest.num_lines * BYTES_PER_LINE + num_tokens * BYTES_PER_TOKEN))
         if not self.path.is_file():
             return
         try:

@@ -2,15 +2,19 @@
 
 To wake a sleeping thread, and to take Python's lock for every job, costs as much as a product of one row with a small matrix. So a thread
 that has nothing to do looks at the board for about a millisecond before it sleeps, and the calls on it are taken one by one, in compiled
-code, by the leader and by whoever looks.
+code, by the leader and by whoever looks. Calls come in stages: those of a stage begin when the stage before has ended, without Python too.
 
 The board is words of 8 bytes: NEXT the call to be taken next, COUNT of calls, ENTRY the function, ARGUMENTS where those of the first call
-lie, STRIDE to the next one's, in bytes; on a cache line of its own ACTIVE, how many helpers are about to take calls. The leader changes
-what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that comes late finds nothing, and nobody waits for it.
+lie, STRIDE to the next one's, in bytes; on a cache line of its own ACTIVE, how many helpers are about to take calls; on another BUSY,
+whether stages are under way. The leader changes what it says only while NEXT is beyond any COUNT and nobody is active; so a helper that
+comes late finds nothing, and nobody waits for it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +24,16 @@ from typing import NamedTuple
 import torch
 from llvmlite import ir
 
-from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, V, host_machine
+from lmoffload.kernels.code import ADDRESS, I32, I64, Code, Compiled, V, host_machine
 
-NEXT, COUNT, ENTRY, ARGUMENTS, STRIDE, ACTIVE, WORDS = 0, 1, 2, 3, 4, 8, 16
+NEXT, COUNT, ENTRY, ARGUMENTS, STRIDE, ACTIVE, BUSY, WORDS = 0, 1, 2, 3, 4, 8, 16, 24
+STAGE_ENTRY, STAGE_ARGUMENTS, STAGE_STRIDE, STAGE_COUNT, STAGE_END_NS, STAGE_WORDS = 0, 1, 2, 3, 4, 5
+"""Words of a stage in memory; the leader writes when it ended."""
 NOTHING = 1 << 40
 LOOKS = 40_000
 """How often a helper looks before it sleeps: some 50 nanoseconds each with x86's pause."""
 PATIENCE = 2_000
-"""How often the leader looks before it lets others have its core."""
+"""How often the leader looks before it lets others have its core. A helper that did would be away when the next calls come."""
 
 
 class Call(NamedTuple):
@@ -36,35 +42,61 @@ class Call(NamedTuple):
     entry: int
     """Its address, of what `emit_entry` wrote."""
     arguments: tuple[int, ...]
-    """Whole numbers and addresses."""
+    """Whole numbers, addresses and `real_word`s."""
     keeps: tuple[torch.Tensor, ...]
     """What the addresses point into."""
+
+
+def real_word(value: float) -> int:
+    """The word of an argument that is an fp32."""
+    return int.from_bytes(struct.pack("<f", value), "little")
+
+
+class Program:
+    """Calls in memory, as they are read from the board: stages, each of one function."""
+
+    def __init__(self, stages: Sequence[Sequence[Call]]) -> None:
+        self._keeps = [call.keeps for calls in stages for call in calls]
+        self._words, self._table = array("q", [word for calls in stages for call in calls for word in call.arguments]), array("q")
+        place = self._words.buffer_info()[0]
+        for calls in stages:
+            entry, arguments, _ = calls[0]
+            assert all(call.entry == entry for call in calls), "calls of one function"
+            size = 8 * len(arguments)
+            self._table.extend((entry, place, size, len(calls), 0))
+            place += size * len(calls)
+        self.address, self.num_stages = self._table.buffer_info()[0], len(stages)
+        self.most_calls = max(map(len, stages))
+        """Of a stage."""
+
+    @property
+    def ends_s(self) -> list[float]:
+        """`time.monotonic` at the end of each stage, the last time."""
+        return [1e-9 * end for end in self._table[STAGE_END_NS::STAGE_WORDS]]
 
 
 class Board:
     """One leader writes calls on it, and takes part; any number of helpers look at it."""
 
     def __init__(self) -> None:
-        self._words = torch.zeros(WORDS, dtype=torch.int64)
+        memory = torch.zeros(WORDS, dtype=torch.int64)
+        self.address = memory.data_ptr()
+        self._memory, self._words = memory, (ctypes.c_int64 * WORDS).from_address(self.address)
         self._words[NEXT] = NOTHING
-        self.address = self._words.data_ptr()
 
     @property
-    def has_calls(self) -> bool:
-        """Whether there are calls that nobody has taken."""
-        return bool(self._words[NEXT] < self._words[COUNT])
+    def is_busy(self) -> bool:
+        """Whether there are calls, or may be soon."""
+        return bool(self._words[BUSY])
 
-    def lead(self, calls: Sequence[Call], rouse: Callable[[], None]) -> None:
-        """Run all calls, of one function; all have ended when this returns. GIL released.
+    def lead(self, program: Program, rouse: Callable[[int], None]) -> None:
+        """Run all calls, stage by stage; all have ended when this returns. GIL released.
 
-        rouse: called when the calls stand on the board, to wake those who sleep.
+        rouse: called when the board is busy, to wake that many of those who sleep.
         """
-        assert len({call.entry for call in calls}) == 1, "calls of one function"
-        arguments = array("q", [word for call in calls for word in call.arguments])
-        place, size = arguments.buffer_info()
-        functions().post(self.address, calls[0].entry, place, 8 * size // len(calls), len(calls))
-        rouse()
-        functions().lead(self.address)
+        self._words[BUSY] = 1
+        rouse(program.most_calls - 1)
+        functions().lead(self.address, program.address, program.num_stages)
 
     def help(self, summons: int) -> bool:
         """Take calls until the word at `summons` is not 0 (True), or nothing was there for a while (False). GIL released."""
@@ -75,10 +107,9 @@ class Board:
 class Functions:
     """Compiled.
 
-    post(board, entry, arguments, stride, count); lead(board); help(board, summons, looks): the word at summons.
+    lead(board, stages, count); help(board, summons, looks): the word at summons.
     """
 
-    post: Callable[..., None]
     lead: Callable[..., None]
     help: Callable[..., int]
 
@@ -88,13 +119,13 @@ def functions() -> Functions:
     """The compiled functions, compiled at the first call."""
     module = ir.Module("lmoffload_board")
     take = _emit_take(module)
-    emitted = _emit_post(module), _emit_lead(module, take), _emit_help(module, take)
+    emitted = _emit_lead(module, _emit_stage(module, take)), _emit_help(module, take)
     compiled = Compiled(module)
     return Functions(*(compiled.function(code) for code in emitted))
 
 
 def emit_entry(code: Code) -> Code:
-    """Emit entry(arguments): a call of `code` with arguments from memory, 8 bytes each."""
+    """Emit entry(arguments): a call of `code` with arguments from memory, 8 bytes each; of an fp32 they are the first four."""
     entry = Code(code.module, host_machine(), f"{code.function.name}_entry", [ADDRESS])
     place = entry.arguments[0]
     kinds = code.function.function_type.args
@@ -116,6 +147,14 @@ def _pause(code: Code) -> None:
         code.known("llvm.x86.sse2.pause", ir.VoidType())
 
 
+def _now_ns(code: Code) -> V:
+    """The clock of `time.monotonic`."""
+    place = code.scratch(16)
+    code.known("clock_gettime", I32, ir.Constant(I32, time.CLOCK_MONOTONIC), place)
+    seconds, rest = (code.load(I64, code.at(place, offset)) for offset in (0, 8))
+    return code.b.add(code.b.mul(seconds, code.whole(10**9)), rest)
+
+
 def _emit_take(module: ir.Module) -> Code:
     """take(board): calls until none is left."""
     code = Code(module, host_machine(), "take", [ADDRESS], internal=True)
@@ -135,21 +174,18 @@ def _emit_take(module: ir.Module) -> Code:
     return code.end()
 
 
-def _emit_post(module: ir.Module) -> Code:
-    code = Code(module, host_machine(), "post", [ADDRESS, I64, I64, I64, I64])
-    board, entry, arguments, stride, count = code.arguments
-    for word, value in ((COUNT, count), (ENTRY, entry), (ARGUMENTS, arguments), (STRIDE, stride), (NEXT, code.whole(0))):
-        _set(code, board, word, value)
-    return code.end()
-
-
-def _emit_lead(module: ir.Module, take: Code) -> Code:
-    code = Code(module, host_machine(), "lead", [ADDRESS])
-    board = code.arguments[0]
+def _emit_stage(module: ir.Module, take: Code) -> Code:
+    """stage(board, stage): post its calls, take part, and wait until all have ended."""
+    code = Code(module, host_machine(), "stage", [ADDRESS, ADDRESS], internal=True)
+    board, stage = code.arguments
+    parts = (COUNT, STAGE_COUNT), (ENTRY, STAGE_ENTRY), (ARGUMENTS, STAGE_ARGUMENTS), (STRIDE, STAGE_STRIDE)
+    for word, part in parts:
+        _set(code, board, word, code.load(I64, code.at(stage, 8 * part)))
+    _set(code, board, NEXT, code.whole(0))
     code.call(take, board)
     _set(code, board, NEXT, code.whole(NOTHING))
     b = code.b
-    head, waiting, yielding, again, after = (code.function.append_basic_block() for _ in range(5))
+    head, waiting, after = (code.function.append_basic_block() for _ in range(3))
     before = b.block
     b.branch(head)
     b.position_at_end(head)
@@ -158,15 +194,21 @@ def _emit_lead(module: ir.Module, take: Code) -> Code:
     b.cbranch(b.icmp_signed("==", _word(code, board, ACTIVE), code.whole(0)), after, waiting)
     b.position_at_end(waiting)
     _pause(code)
-    more = b.add(looks, code.whole(1))
-    b.cbranch(b.icmp_signed(">", more, code.whole(PATIENCE)), yielding, again)
-    b.position_at_end(yielding)
-    code.known("sched_yield", ir.IntType(32))
-    b.branch(again)
-    b.position_at_end(again)
-    looks.add_incoming(more, again)
+    with code.when(b.icmp_signed(">", looks, code.whole(PATIENCE))):
+        code.known("sched_yield", I32)
+    looks.add_incoming(b.add(looks, code.whole(1)), b.block)
     b.branch(head)
     b.position_at_end(after)
+    code.store(_now_ns(code), code.at(stage, 8 * STAGE_END_NS))
+    return code.end()
+
+
+def _emit_lead(module: ir.Module, stage: Code) -> Code:
+    code = Code(module, host_machine(), "lead", [ADDRESS, ADDRESS, I64])
+    board, stages, count = code.arguments
+    size = code.whole(8 * STAGE_WORDS)
+    code.each(code.whole(0), count, 1, lambda index: code.call(stage, board, code.row(stages, index, size)))
+    _set(code, board, BUSY, code.whole(0))
     return code.end()
 
 
@@ -193,7 +235,7 @@ def _emit_help(module: ir.Module, take: Code) -> Code:
     b.branch(head)
     b.position_at_end(idle)
     _pause(code)
-    looks.add_incoming(b.add(looks, code.whole(1)), idle)
+    looks.add_incoming(b.add(looks, code.whole(1)), b.block)
     b.branch(head)
     b.position_at_end(after)
     b.ret(called)

@@ -217,12 +217,12 @@ class Code:
         """Ask for the cache lines from an address on; where nothing is mapped it does no harm."""
         self.each(self.whole(0), num_bytes, 64, lambda offset: self.prefetch_line(self.at(address, offset)))
 
-    def prefetch_line(self, address: V) -> None:
-        """Ask for one cache line."""
+    def prefetch_line(self, address: V, level: int = 1) -> None:
+        """Ask for one cache line, for a level of the cache and those behind it."""
         name, kinds = "llvm.prefetch.p0", [ADDRESS, I32, I32, I32]
         known = self.module.globals.get(name) or ir.Function(self.module, ir.FunctionType(ir.VoidType(), kinds), name)
-        read, all_levels, data = self.bits(0), self.bits(3), self.bits(1)
-        self.b.call(known, [address, read, all_levels, data])
+        read, locality, data = self.bits(0), self.bits(4 - level), self.bits(1)
+        self.b.call(known, [address, read, locality, data])
 
     @contextmanager
     def when(self, condition: V) -> Iterator[None]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from llvmlite import ir
 
 from lmoffload.kernels.attention import JOBS_PER_THREAD, NO_WINDOW, softcapped, weights_of
+from lmoffload.kernels.board import Call, emit_entry, real_word
 from lmoffload.kernels.code import Compiled, host_machine
 from lmoffload.kernels.codec import CODECS
 from lmoffload.kernels.decode import coefficient_floats, emit_decode
-from lmoffload.kernels.kv_rows import KVRows, Numbers
-from lmoffload.kernels.pool import Pool, Scratch
+from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers, recalled
+from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.softmax import score_floats
 from lmoffload_solver.counting import num_lines
 from lmoffload_solver.formats import LINE_ELEMENTS
@@ -23,15 +25,22 @@ from lmoffload_solver.formats import LINE_ELEMENTS
 JOB_FLOATS = 1 << 17
 """Keys' and values' numbers worth a job of their own: about 50 microseconds."""
 
-_SCRATCH = Scratch()
+@dataclass(frozen=True)
+class DecodeKernel:
+    """The compiled function of a pair of formats; its parameters are `decode.PARAMETERS`."""
+
+    entry: int
+    """Its address for a `board.Call`."""
+    code: Compiled
 
 
 @cache
-def decode_kernel(key_format: str, value_format: str) -> Callable[..., None]:
-    """The compiled function, compiled at the first call (some tenths of a second); its parameters are `decode.PARAMETERS`."""
+def decode_kernel(key_format: str, value_format: str) -> DecodeKernel:
+    """The compiled function, compiled at the first call (some tenths of a second)."""
     module = ir.Module("lmoffload_decode")
-    decode = emit_decode(module, host_machine(), key_format, value_format)
-    return Compiled(module).function(decode)
+    entry = emit_entry(emit_decode(module, host_machine(), key_format, value_format))
+    compiled = Compiled(module)
+    return DecodeKernel(compiled.address(entry), compiled)
 
 
 def decode_attention(
@@ -46,6 +55,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     pool: Pool,
+    memo: Memo | None = None,
 ) -> torch.Tensor:
     """Attention of one new token of each of `rows` over the last tokens of that row, which are stored, the new one included.
 
@@ -61,6 +71,7 @@ def decode_attention(
         softcap: logits become softcap * tanh(logits / softcap), after scaling.
         sinks: fp32 [H], one more logit a head that takes part in the softmax's sum alone.
         pool: who computes; (row, key head) pairs are shared out by length.
+        memo: of other layers whose keys, values and heads lie and are as here, for the same rows, lengths and window.
 
     Returns:
         fp32 [R, H, Dv].
@@ -68,27 +79,48 @@ def decode_attention(
     num_rows, heads, dim = q.shape
     assert q.is_contiguous() and q.dtype == torch.float32, "q is fp32 and contiguous"
     assert keys.heads == values.heads and keys.dim == dim, "keys, values and q do not belong together"
-    kept = np.minimum(lengths, np.minimum(values.rooms[rows], NO_WINDOW if window is None else window))
-    assert num_rows == 0 or (kept >= 1).all(), "a row without a key"
-    group = heads // keys.heads
+    group, entry = heads // keys.heads, decode_kernel(keys.format, values.format).entry
     columns = LINE_ELEMENTS * num_lines(values.dim) if values.format in CODECS else values.dim
-    out = torch.empty(num_rows, heads, columns)
-    kernel = decode_kernel(keys.format, values.format)
-    num_scores, num_coefficients = score_floats(group, int(kept.max(initial=0)) + LINE_ELEMENTS), coefficient_floats(group, dim)
-    tables = [np.ascontiguousarray(table[rows]) for table in (keys.starts, values.starts, keys.rooms, values.rooms)]
-    tables.append(np.ascontiguousarray(lengths))
-    addresses = [table.ctypes.data for table in tables]
+    tables = recalled(memo, lambda: _Tables.of(keys, values, rows, lengths, window, group, pool.threads))
+    out, scratch = torch.empty(num_rows, heads, columns), torch.empty(len(tables.jobs), tables.num_scores + tables.num_coefficients)
+    before = q.data_ptr(), keys.data.data_ptr(), values.data.data_ptr(), *tables.addresses, out.data_ptr()
+    sizes = keys.heads, group, dim, values.dim, 4 * columns, NO_WINDOW if window is None else window
+    sink, reals, keeps = 0 if sinks is None else sinks.data_ptr(), (real_word(scaling), real_word(softcap or 0.0)), (q, out, scratch)
+    place, size = scratch.data_ptr(), 4 * scratch.shape[1]
+    calls = [
+        Call(entry, (*before, sink, place + i * size, place + i * size + 4 * tables.num_scores, first, end, *sizes, *reals), keeps)
+        for i, (first, end) in enumerate(tables.jobs)
+    ]
+    pool.run(calls)
+    return out if columns == values.dim else out[..., : values.dim]
 
-    def attend(first: int, end: int) -> None:
-        scratch = _SCRATCH.floats(num_scores + num_coefficients)
-        kernel(
-            q.data_ptr(), keys.data.data_ptr(), values.data.data_ptr(), *addresses, out.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(), scratch.data_ptr(), scratch.data_ptr() + 4 * num_scores, first, end,
-            keys.heads, group, dim, values.dim, 4 * columns, NO_WINDOW if window is None else window, scaling, softcap or 0.0,
-        )  # fmt: skip
 
-    pool.run([partial(attend, first, end) for first, end in share_pairs(kept.tolist(), keys.heads, dim + values.dim, pool.threads)])
-    return out[..., : values.dim]
+@dataclass(frozen=True)
+class _Tables:
+    """What follows from rows and lengths alone."""
+
+    tables: tuple[Numbers, ...]
+    """Of the rows: where keys and values begin, their rooms, lengths."""
+    jobs: Sequence[tuple[int, int]]
+    num_scores: int
+    num_coefficients: int
+    """fp32 numbers of a job's scratch."""
+
+    @staticmethod
+    def of(keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, window: int | None, group: int, threads: int) -> _Tables:
+        kept = np.minimum(lengths, np.minimum(values.rooms[rows], NO_WINDOW if window is None else window))
+        assert (kept >= 1).all(), "a row without a key"
+        tables = [table[rows] for table in (keys.starts, values.starts, keys.rooms, values.rooms)]
+        return _Tables(
+            tables=tuple(np.ascontiguousarray(table) for table in (*tables, lengths)),
+            jobs=share_pairs(kept.tolist(), keys.heads, keys.dim + values.dim, threads),
+            num_scores=score_floats(group, int(kept.max(initial=0)) + LINE_ELEMENTS),
+            num_coefficients=coefficient_floats(group, keys.dim),
+        )
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(table.ctypes.data for table in self.tables)
 
 
 def share_pairs(spans: Sequence[int], num_kv_heads: int, floats: int, threads: int) -> list[tuple[int, int]]:

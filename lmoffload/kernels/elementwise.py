@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 
 import torch
 from llvmlite import ir
 
-from lmoffload.kernels import pages
 from lmoffload.kernels.board import Call, emit_entry
 from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Compiled, V, host_machine
 from lmoffload.kernels.functions import exp_of_negative
@@ -34,12 +33,14 @@ class ElementwiseKernels:
     norm(x, x_row, rows, weight, out, out_row, k, eps): out[row] = weight * x[row] / sqrt(mean(x[row] ** 2) + eps). eps: fp32 [1].
     rotate(x, x_row, rows, heads, dim, cos, sin, cos_row): x[row, head] turned by half its size, as Llama's are.
     add(into, other, count): into += other.
+    add_to_rows(into, rows, other, count): into[row] += other, rows of `count` numbers one after another.
     """
 
     gate: int
     norm: int
     rotate: int
     add: int
+    add_to_rows: int
     code: Compiled
 
 
@@ -47,10 +48,12 @@ class ElementwiseKernels:
 def elementwise_kernels() -> ElementwiseKernels:
     """The compiled functions, compiled at the first call."""
     module = ir.Module("lmoffload_elementwise")
-    gate, norm, rotation, addition = (emit_entry(emit(module)) for emit in (emit_gate, emit_norm, emit_rotate, emit_add))
+    addition = emit_add(module)
+    emitted = emit_gate(module), emit_norm(module), emit_rotate(module), addition, emit_add_to_rows(module, addition)
+    entries = [emit_entry(code) for code in emitted]
     compiled = Compiled(module)
-    at = compiled.address
-    return ElementwiseKernels(at(gate), at(norm), at(rotation), at(addition), compiled)
+    gate, norm, rotation, add, add_to_rows = (compiled.address(entry) for entry in entries)
+    return ElementwiseKernels(gate, norm, rotation, add, add_to_rows, compiled)
 
 
 def silu_gate(gate: torch.Tensor, up: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -95,7 +98,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pool: Pool) -> t
     k = x.shape[-1]
     assert x.dtype == weight.dtype == torch.float32 and weight.shape == (k,)
     x, weight = x.contiguous(), weight.contiguous()
-    out, least = pages.empty(*x.shape), torch.tensor([eps])
+    out, least = pool.empty(*x.shape), _real(eps)
     entry, from_place, to_place, row = elementwise_kernels().norm, x.data_ptr(), out.data_ptr(), 4 * k
     rest, keeps = (k, least.data_ptr()), (x, weight, out, least)
     pool.run(
@@ -105,6 +108,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pool: Pool) -> t
         ]
     )
     return out
+
+
+def add_to_rows(into: torch.Tensor, row: torch.Tensor, pool: Pool) -> torch.Tensor:
+    """into + row, written over into: fp32 [M, N] and fp32 [N], contiguous."""
+    assert into.is_contiguous() and row.is_contiguous() and into.dtype == row.dtype == torch.float32 and row.shape == into.shape[1:]
+    (rows, n), entry = into.shape, elementwise_kernels().add_to_rows
+    to, source, keeps = into.data_ptr(), row.data_ptr(), (into, row)
+    pool.run([Call(entry, (to + 4 * n * first, end - first, source, n), keeps) for first, end in shares(rows, n, pool)])
+    return into
+
+
+@lru_cache(maxsize=64)
+def _real(value: float) -> torch.Tensor:
+    """fp32 [1]."""
+    return torch.tensor([value])
 
 
 def _pairwise(entry: int, into: torch.Tensor, other: torch.Tensor, pool: Pool) -> None:
@@ -157,6 +175,15 @@ def emit_add(module: ir.Module) -> Code:
         code.store(code.b.fadd(code.load(F32, here, width), code.load(F32, code.row(other, i, four), width)), here)
 
     _widths(code, count, step)
+    return code.end()
+
+
+def emit_add_to_rows(module: ir.Module, addition: Code) -> Code:
+    """Emit `ElementwiseKernels.add_to_rows`."""
+    code = Code(module, host_machine(), "add_to_rows", [ADDRESS, I64, ADDRESS, I64])
+    into, rows, other, count = code.arguments
+    row_bytes = code.b.mul(count, code.whole(4))
+    code.each(code.whole(0), rows, 1, lambda row: code.call(addition, code.row(into, row, row_bytes), other, count))
     return code.end()
 
 

@@ -40,17 +40,19 @@ class Int8Dot:
         """x fp32 [M, K] packed: uint8 [M, packed_row_bytes]."""
         kernels, (rows, k) = _kernels(x, matrix), x.shape
         room = -(-rows // kernels.packed_multiple) * kernels.packed_multiple
-        packed = torch.empty(room, packed_row_bytes(k, QUANTIZED[matrix.format].block_elements), dtype=torch.uint8)[:rows]
-        together = _whole_blocks(JOB_ACTIVATIONS // k, kernels.block_rows)
-
-        def pack(first: int, end: int) -> None:
-            kernels.pack(x[first:].data_ptr(), 4 * k, end - first, packed[first:].data_ptr(), packed.shape[1], k)
-
-        if rows <= together:
-            pack(0, rows)
-            return packed
-        starts = range(0, rows, together)
-        pool.run([partial(pack, first, min(first + together, rows)) for first in starts])
+        packed = pool.empty(room, packed_row_bytes(k, QUANTIZED[matrix.format].block_elements), dtype=torch.uint8)[:rows]
+        together, keeps = _whole_blocks(JOB_ACTIVATIONS // k, kernels.block_rows), (x, packed)
+        source, target, packed_row = x.data_ptr(), packed.data_ptr(), packed.shape[1]
+        pool.run(
+            [
+                Call(
+                    kernels.pack_entry,
+                    (source + 4 * k * first, 4 * k, min(together, rows - first), target + packed_row * first, packed_row, k),
+                    keeps,
+                )
+                for first in range(0, rows, together)
+            ]
+        )
         return packed
 
     def jobs(self, x: torch.Tensor, matrix: Matrix, ranges: Sequence[tuple[int, int]], out: torch.Tensor) -> list[Job]:

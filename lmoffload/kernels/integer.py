@@ -31,8 +31,8 @@ MANY_ROWS = 16
 FEW_ROWS = 2
 """Activation rows up to which a tile's bytes arrive no faster than they are used."""
 
-AHEAD_BYTES = 2048
-"""How far ahead they are asked for then."""
+AHEAD_BYTES = 4096
+"""How far ahead they are asked for then, into the second-level cache, which has more room for what is on its way than the first."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class IntegerKernels:
 
     pack(x, x_row, m, target, packed_row, k): quantize activations (`tokens`).
     product(tiles, tile_bytes, num_tiles, packed, packed_row, m, out, out_row, k): whole tiles.
-    entry: the address of the same for a `board.Call`.
+    entry, pack_entry: the addresses of the same for a `board.Call`.
     block_rows: rows may be packed and multiplied apart where the first is a multiple of this.
     packed_multiple: there is room for a multiple of so many packed rows.
     """
@@ -49,6 +49,7 @@ class IntegerKernels:
     pack: Callable[..., None]
     product: Callable[..., None]
     entry: int
+    pack_entry: int
     block_rows: int
     packed_multiple: int
 
@@ -74,9 +75,10 @@ def compile_integer(format_name: str, machine: Machine) -> IntegerKernels:
     else:
         pack = emit_pack(module, machine, group, sizes, shifted=machine.dots == "vnni" and not nibbles, real=nibbles)
         Product(code, machine, group, nibbles).emit(sizes)
-    entry = emit_entry(code)
+    entry, pack_entry = emit_entry(code), emit_entry(pack)
     compiled = Compiled(module)
-    return IntegerKernels(compiled.function(pack), compiled.function(code), compiled.address(entry), sizes[0], sizes[-1])
+    entries = compiled.address(entry), compiled.address(pack_entry)
+    return IntegerKernels(compiled.function(pack), compiled.function(code), *entries, sizes[0], sizes[-1])
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Product:
             here = code.row(tile, g, code.whole(self.group_bytes))
             if size <= FEW_ROWS:
                 for line in range(0, self.group_bytes, 64):
-                    code.prefetch_line(code.at(here, AHEAD_BYTES + line))
+                    code.prefetch_line(code.at(here, AHEAD_BYTES + line), level=2)
             beside = code.row(sums, g, code.whole(8 * size))
             dots = self._dots(code.at(here, self.head_bytes), code.row(packed, g, code.whole(self.group * size)), beside, size)
             reals = ir.VectorType(F32, code.width)

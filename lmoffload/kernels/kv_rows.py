@@ -13,7 +13,9 @@ Keys are rounded to bf16 before anything else, so that neither the step nor the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +28,26 @@ from lmoffload_solver.counting import key_group_bytes, key_head_bytes, num_lines
 from lmoffload_solver.formats import LINE_ELEMENTS, PARAMETER_BYTES
 
 Numbers = npt.NDArray[np.int64]
+Found = TypeVar("Found")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NEWEST = torch.bfloat16
+
+
+@dataclass(slots=True)
+class Memo:
+    """What follows from rows and lengths alone, and so is the same at all layers that have as much room for as many heads."""
+
+    found: Any = None
+
+
+def recalled(memo: Memo | None, make: Callable[[], Found]) -> Found:
+    """What was made before, or is made now."""
+    if memo is None:
+        return make()
+    if memo.found is None:
+        memo.found = make()
+    return memo.found  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +73,7 @@ class KVRows:
         """Store tokens of a row, the first of them at position `first`, after all before it: new floating [tokens, heads, dim]."""
         raise NotImplementedError
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
         """Store one more token of each of `rows` at its position: new floating [R, heads, dim]."""
         raise NotImplementedError
 
@@ -89,9 +108,9 @@ class PlainRows(KVRows):
         places = slice(first, end) if end <= room else torch.arange(end - kept, end) % room
         self._mine(row)[:, places] = new[new.shape[0] - kept :].transpose(0, 1).to(DTYPES[self.format])
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
-        index = self._places(rows, positions)
-        self.lines[torch.from_numpy(index)] = new.reshape(-1, self.dim).to(DTYPES[self.format])
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
+        index = recalled(memo, lambda: torch.from_numpy(self._places(rows, positions)))
+        self.lines[index] = new.reshape(-1, self.dim).to(DTYPES[self.format])
 
     def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
         line, index = self.dim * DTYPES[self.format].itemsize, self._places(rows, positions)
@@ -146,13 +165,12 @@ class GroupedKeys(KVRows):
             last = first // LINE_ELEMENTS + full
             self._store_groups(np.array([row]), np.arange(last - kept, last)[None, :], groups[None], pool)
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
-        lines, begins = self._newest_lines, self._newest(rows)
-        index = begins + (positions % LINE_ELEMENTS)[:, None]
-        lines[torch.from_numpy(index.reshape(-1))] = new.reshape(-1, self.dim).to(NEWEST)
-        full = positions % LINE_ELEMENTS == LINE_ELEMENTS - 1
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
+        lines, full = self._newest_lines, positions % LINE_ELEMENTS == LINE_ELEMENTS - 1
+        index = recalled(memo, lambda: torch.from_numpy((self._newest(rows) + (positions % LINE_ELEMENTS)[:, None]).reshape(-1)))
+        lines[index] = new.reshape(-1, self.dim).to(NEWEST)
         if full.any():
-            index = begins[full][:, :, None] + np.arange(LINE_ELEMENTS)
+            index = self._newest(rows)[full][:, :, None] + np.arange(LINE_ELEMENTS)
             groups = lines[torch.from_numpy(index.reshape(-1))].view(-1, self.heads, 1, LINE_ELEMENTS, self.dim)
             self._store_groups(rows[full], (positions[full] // LINE_ELEMENTS)[:, None], groups, None)
 
@@ -212,18 +230,20 @@ class PanelValues(KVRows):
         begins = np.concatenate((codes, parameters))
         return begins, np.concatenate((codes + self._codec.line_bytes, parameters + PARAMETER_BYTES))
 
-    def _encode(self, rows: Numbers, positions: Numbers, new: torch.Tensor, pool: Pool | None) -> None:
+    def _encode(self, places: tuple[torch.Tensor, torch.Tensor], new: torch.Tensor, pool: Pool | None) -> None:
         """Tokens [T, heads, dim]."""
-        filled = functional.pad(new.float(), (0, -self.dim % LINE_ELEMENTS)).contiguous()
-        encode_lines(filled.view(-1, LINE_ELEMENTS), self.format, self.data, *self._places(rows, positions), pool)
+        filled = new.float()
+        if self.dim % LINE_ELEMENTS:
+            filled = functional.pad(filled, (0, -self.dim % LINE_ELEMENTS))
+        encode_lines(filled.contiguous().view(-1, LINE_ELEMENTS), self.format, self.data, *places, pool)
 
     def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
         kept = min(new.shape[0], int(self.rooms[row]))
         end = first + new.shape[0]
-        self._encode(np.full(kept, row), np.arange(end - kept, end), new[new.shape[0] - kept :], pool)
+        self._encode(self._places(np.full(kept, row), np.arange(end - kept, end)), new[new.shape[0] - kept :], pool)
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
-        self._encode(rows, positions, new, None)
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
+        self._encode(recalled(memo, lambda: self._places(rows, positions)), new, None)
 
     def widened(self, row: int, first: int, end: int) -> torch.Tensor:
         codes, parameters = self._places(np.full(end - first, row), np.arange(first, end))

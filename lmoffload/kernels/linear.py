@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from lmoffload.kernels import pages
+from lmoffload.kernels.elementwise import add_to_rows
 from lmoffload.kernels.fused import FusedDot
 from lmoffload.kernels.int8_dot import Int8Dot
 from lmoffload.kernels.matrix import Matrix, reference_widen
@@ -18,8 +18,8 @@ from lmoffload.kernels.pool import Job, Pool
 from lmoffload.kernels.tiles import TileProduct, steady_shape
 from lmoffload_solver.formats import FORMATS, QUANTIZED, stored_bytes
 
-JOB_PRODUCTS = 1 << 20
-"""Products worth a job of their own: 20 to 100 microseconds, where waking a worker takes about 10."""
+JOB_PRODUCTS = 1 << 18
+"""Products worth a job of their own: with one row 5 to 20 microseconds of reading, where a thread that looks begins in one."""
 
 JOBS_PER_THREAD = 4
 """Jobs for each thread in large products, so that a thread that lost its core for a while does not hold up the others."""
@@ -85,15 +85,19 @@ def linear(x: torch.Tensor, matrix: Matrix, kernel: str, pool: Pool, bias: torch
     chosen.prepare(matrix)
     rows = x.shape[0]
     ranges = row_ranges(matrix.n, chosen.unit(matrix.n, matrix.k), matrix.k * rows, pool.threads)
-    padded = x if rows >= chosen.least_rows else torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
-    out = pages.empty(padded.shape[0], matrix.n)
+    padded = x
+    if rows < chosen.least_rows:
+        pool.settle()
+        padded = torch.cat((x, x.new_zeros(chosen.least_rows - rows, matrix.k)))
+    out = pool.empty(padded.shape[0], matrix.n)
     ready = chosen.activations(padded, matrix, pool)
     pool.run(chosen.jobs(ready, matrix, ranges, out))
     if padded is not x:
         out = out[:rows]
     if matrix.row_order is not None:
+        pool.settle()
         out = out.index_select(1, matrix.row_order)
-    return out if bias is None else out.add_(bias)
+    return out if bias is None else add_to_rows(out, bias, pool)
 
 
 @lru_cache(maxsize=1024)

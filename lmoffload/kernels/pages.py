@@ -12,10 +12,10 @@ LEAST_BYTES = 4 << 20
 """Two pages of the usual large size: below, none may fit between the ends."""
 
 
-def empty(*shape: int) -> torch.Tensor:
-    """fp32 of a shape, contents undefined; in large pages where it is large and the system has them. No byte more is taken."""
-    tensor = torch.empty(*shape)
-    num_bytes, advice = 4 * tensor.numel(), getattr(mmap, "MADV_HUGEPAGE", None)
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of a shape, contents undefined; in large pages where it is large and the system has them. No byte more is taken."""
+    tensor = torch.empty(shape, dtype=dtype)
+    num_bytes, advice = tensor.nbytes, getattr(mmap, "MADV_HUGEPAGE", None)
     if num_bytes >= LEAST_BYTES and advice is not None:
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

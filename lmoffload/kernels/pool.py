@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
+from typing import TypeVar
 
 import torch
 
-from lmoffload.kernels.board import Board, Call
+from lmoffload.kernels import pages
+from lmoffload.kernels.board import Board, Call, Program
+from lmoffload.kernels.runs import Later, Mark, Rooms, Runs
 
 Job = Callable[[], object] | Call
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -36,7 +40,7 @@ class Pool:
 
     `Call`s, of one function, come first and run without Python (`board`). The caller takes part, so that a pool of one costs nothing and
     a wake-up less is paid otherwise. While jobs run, torch's own threads are 1 in the workers and in the caller: the kernels' bits rest on
-    serial products.
+    serial products. Many short runs in a row may be done `together`.
 
     Args:
         threads: at least 1.
@@ -51,15 +55,20 @@ class Pool:
         self._owner: int | None = None
         self._closed = False
         self._board = Board()
+        self._later: Later | None = None
         self._workers = [_Worker(self._board, None if cores is None else cores[i]) for i in range(1, threads)]
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run every job, each on one of the threads; all have ended when this returns.
+        """Run every job, each on one of the threads; all have ended when this returns, but within `together`.
 
         Jobs are handed out in order as threads become free. They must not call `run` of the same pool. After an exception no further
         job is begun, and the first exception is raised here.
         """
         assert self._owner != threading.get_ident(), "a job called run() of the pool that runs it"
+        if (later := self._mine) is not None:
+            if later.take(jobs):
+                return
+            self.settle()
         with self._running:
             assert not self._closed, "the pool is closed"
             self._owner = threading.get_ident()
@@ -69,10 +78,70 @@ class Pool:
             finally:
                 self._owner = None
 
+    def together(self, work: Callable[[], Result], rooms: Rooms) -> tuple[Result, Runs | None]:
+        """What `work` returns. Its runs that are all `Call`s are done in one go, in order, each when the one before has ended: at the end,
+        at `settle`, or before any other run. What they write must not be read before, nor what they read be changed.
+
+        rooms: where `empty` finds room for this work.
+
+        Returns:
+            The result, and the runs, for `again`; None where there was more than runs, so that doing them again would not be the same.
+        """
+        assert self._later is None, "work within work"
+        later = self._later = Later(threading.get_ident(), rooms)
+        try:
+            result = work()
+            runs, later.stages, later.marks = Runs(later.stages, later.marks), [], []
+        finally:
+            self._later = None
+        self.again(runs)
+        return result, None if later.was_settled else runs
+
+    def again(self, runs: Runs) -> None:
+        """Do what was done `together` once more, with what is in the same places now."""
+        ends_s = [time.monotonic()]
+        if runs.program is not None:
+            with self._running:
+                assert not self._closed, "the pool is closed"
+                self._board.lead(runs.program, self._rouse)
+            ends_s += runs.program.ends_s
+        for mark in runs.marks:
+            mark.tell(mark.done_s + ends_s[mark.end] - ends_s[mark.first])
+
+    def settle(self) -> None:
+        """Do what was put off: what follows reads it, or changes it, otherwise than in a run."""
+        if (later := self._mine) is not None:
+            runs, later.stages, later.marks, later.was_settled = Runs(later.stages, later.marks), [], [], True
+            self.again(runs)
+
+    def timed(self, work: Callable[[], Result], tell: Callable[[float], None]) -> Result:
+        """What `work` returns; `tell` hears the seconds that it takes, or those of its runs where they are put off."""
+        later, begin_s = self._mine, time.perf_counter()
+        stages = [] if later is None else later.stages
+        first = len(stages)
+        result = work()
+        seconds = time.perf_counter() - begin_s
+        if later is None:
+            tell(seconds)
+        elif later.stages is stages:
+            later.marks.append(Mark(first, len(stages), 0.0, tell))
+        else:  # some of it is done
+            later.marks.append(Mark(0, len(later.stages), seconds, tell))
+        return result
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Room for what a run writes, contents undefined. Whole rows are written where the first dimension is rows."""
+        return pages.empty(*shape, dtype=dtype) if (later := self._mine) is None else later.rooms.take(shape, dtype)
+
+    @property
+    def _mine(self) -> Later | None:
+        """What this thread puts off, if it does."""
+        return self._later if self._later is not None and self._later.thread == threading.get_ident() else None
+
     def _run(self, jobs: Sequence[Job]) -> None:
         calls = [job for job in jobs if isinstance(job, Call)]
         if calls:
-            self._board.lead(calls, partial(self._rouse, len(calls) - 1))
+            self._board.lead(Program([calls]), self._rouse)
         if len(calls) < len(jobs):
             self._run_python([job for job in jobs if not isinstance(job, Call)])
 
@@ -200,7 +269,7 @@ class _Worker:
         while True:
             while not self._board.help(place):
                 self._asleep = True
-                if not (self._summons[0] or self._board.has_calls):  # since it looked: whoever came then may not have seen it asleep
+                if not (self._summons[0] or self._board.is_busy):  # since it looked: whoever came then may not have seen it asleep
                     self._wake.get()
                 self._asleep = False
             self._summons[0] = 0

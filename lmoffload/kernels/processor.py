@@ -16,7 +16,7 @@ from lmoffload.kernels.attention import prefill_attention
 from lmoffload.kernels.decode_attention import decode_attention
 from lmoffload.kernels.device_attention import device_decode_attention, device_prefill_attention
 from lmoffload.kernels.device_linear import device_linear
-from lmoffload.kernels.kv_rows import KVRows, Numbers
+from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers
 from lmoffload.kernels.linear import linear
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.kernels.pool import Pool
@@ -43,7 +43,9 @@ class Processor(Protocol):
     ) -> torch.Tensor:
         """See `attention.prefill_attention`."""
 
-    def decode(self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, **options: Any) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+    ) -> torch.Tensor:
         """See `decode_attention.decode_attention`."""
 
 
@@ -63,8 +65,10 @@ class HostProcessor:
     ) -> torch.Tensor:
         return prefill_attention(q, k, v, segments, pool=self.pool, **options)
 
-    def decode(self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, **options: Any) -> torch.Tensor:
-        return decode_attention(q, keys, values, rows, lengths, pool=self.pool, **options)
+    def decode(
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+    ) -> torch.Tensor:
+        return decode_attention(q, keys, values, rows, lengths, pool=self.pool, memo=memo, **options)
 
 
 @dataclass(frozen=True)
@@ -83,5 +87,7 @@ class DeviceProcessor:
     ) -> torch.Tensor:
         return device_prefill_attention(q, k, v, segments, **options)
 
-    def decode(self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, **options: Any) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+    ) -> torch.Tensor:
         return device_decode_attention(q, keys, values, rows, lengths, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ from lmoffload.modeling.attention import RUNTIME_ATTRIBUTE
 from lmoffload.modeling.elementwise import bind_elementwise
 from lmoffload.modeling.experts import BoundExperts
 from lmoffload.modeling.linear import BoundHead, BoundLinear, BoundWeight
+from lmoffload.modeling.recorder import Recorder
 from lmoffload.modeling.rotary import bind_rotary
 from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.errors import StatedError
@@ -46,8 +47,9 @@ def bind(
     shape: ModelShape,
     runtime: Runtime,
     vectors: Mapping[str, torch.Tensor],
-    layer_units: tuple[int, ...],
+    layer_units: Sequence[int | None],
     part_units: Mapping[str, int] = MappingProxyType({}),
+    stops_in_layers: bool = False,
 ) -> None:
     """Bind `model` (on the meta device) to a runtime, once.
 
@@ -56,8 +58,9 @@ def bind(
         shape: what the checkpoint holds; its matrices become `BoundLinear`s.
         runtime: what the swapped parts ask.
         vectors: every resident tensor that is not a linear layer's matrix, in the processor's dtype and on its device, by parameter name.
-        layer_units: unit index at which each decoder layer begins.
+        layer_units: unit index at which each decoder layer begins; None: it is computed elsewhere, and lets hidden states pass.
         part_units: unit index that begins at the product of a matrix, by its name, where layers are cut.
+        stops_in_layers: other micro-batches may compute while one is in the middle of a layer.
 
     Raises:
         StatedError: a parameter of the model is not fed by the checkpoint, or a tensor of the checkpoint feeds none.
@@ -93,7 +96,7 @@ def bind(
     _move_buffers(model, runtime.processor.device)
     bind_rotary(model, runtime)
     if runtime.processor.pool is not None:  # a device has torch's operators
-        bind_elementwise(model, runtime.processor.pool)
+        bind_elementwise(model, runtime.processor.pool, None if stops_in_layers else Recorder(runtime, runtime.processor.pool))
     model.base_model.register_forward_hook(partial(_keep_last, runtime))
     _bind_layers(decoder_layers(model, shape.num_layers), runtime, layer_units)
     prefill_kernel()  # compiled now: the first prefill is measured, and half a second is no part of its prediction
@@ -149,11 +152,15 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, buffer.to(device))
 
 
-def _bind_layers(layers: nn.ModuleList, runtime: Runtime, layer_units: tuple[int, ...]) -> None:
+def _bind_layers(layers: nn.ModuleList, runtime: Runtime, layer_units: Sequence[int | None]) -> None:
     for layer, unit in zip(layers, layer_units, strict=True):
-        layer.forward = _switching(layer.forward, runtime, unit)
+        layer.forward = _passing if unit is None else _switching(layer.forward, runtime, unit)
         for attention in _attentions(layer):
             setattr(attention, RUNTIME_ATTRIBUTE, runtime)
+
+
+def _passing(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args else kwargs["hidden_states"]
 
 
 def _switching(forward: Callable[..., Any], runtime: Runtime, unit: int) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -12,28 +12,37 @@ from torch import nn
 from lmoffload.kernels.elementwise import add, elementwise_kernels, rms_norm, rotate, silu_gate
 from lmoffload.kernels.pool import Pool
 from lmoffload.modeling.attention import packed_attention
+from lmoffload.modeling.recorder import Recorder
+from lmoffload_solver.counting import FEW_NUMBERS
 
 Forward = Callable[..., Any]
 
 
-def bind_elementwise(model: nn.Module, pool: Pool) -> None:
+def bind_elementwise(model: nn.Module, pool: Pool, recorder: Recorder | None = None) -> None:
     """Have every module that computes what one of Llama's does compute it by kernels of ours.
 
     Transformers repeats the code of these modules in the files of most families: the code that runs decides, not a class's name.
+
+    Args:
+        recorder: keeps how few tokens go through each layer, where nobody else computes between two products of a layer; None: nothing is
+            kept.
     """
     from transformers.activations import SiLUActivation
     from transformers.models.llama import modeling_llama as llama
 
-    rotary = llama.apply_rotary_pos_emb
+    rotary, bound = llama.apply_rotary_pos_emb, set[nn.Module]()
     for module in model.modules():
         if _computes_as(module, llama.LlamaRMSNorm):
             module.forward = _normed(module, pool)
         elif _computes_as(module, llama.LlamaMLP) and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
             module.forward = _gated(module, pool)
         elif _computes_as(module, llama.LlamaDecoderLayer):
-            module.forward = _summed(module, pool)
+            module.forward = _summed(module, pool, bound, recorder)
         elif _computes_as(module, llama.LlamaAttention) and _code(_forward(module).__globals__[rotary.__name__]) == _code(rotary):
             module.forward = _attended(module, pool)
+        else:
+            continue
+        bound.add(module)
     elementwise_kernels()  # compiled now, as attention is
 
 
@@ -66,21 +75,45 @@ def _gated(module: Any, pool: Pool) -> Forward:
 
 def _attended(module: Any, pool: Pool) -> Forward:
     def forward(hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: Any) -> Any:
-        shape = (hidden_states.shape[1], -1, module.head_dim)
-        query, key, value = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
-        cosines, sines = (part[0] for part in position_embeddings)
-        rotate((query, key), cosines, sines, pool)
-        query, key, value = (heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value))
+        query, key, value = _heads(module, hidden_states, *position_embeddings, pool)
         out, weights = packed_attention(module, query, key, value, None, scaling=module.scaling)
-        return module.o_proj(out.reshape(1, shape[0], -1)), weights
+        return module.o_proj(out.reshape(1, hidden_states.shape[1], -1)), weights
 
     return forward
 
 
-def _summed(module: Any, pool: Pool) -> Forward:
-    def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
-        attended, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **options)
+def _heads(module: Any, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, pool: Pool) -> list[torch.Tensor]:
+    """Queries, keys and values of an attention module, [1, heads, T, D], turned by their positions."""
+    shape = (hidden_states.shape[1], -1, module.head_dim)
+    query, key, value = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+    rotate((query, key), cosines[0], sines[0], pool)
+    return [heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value)]
+
+
+def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder | None) -> Forward:
+    """ours: modules whose forwards run nothing but kernels of ours, products included."""
+    attention = module.self_attn
+
+    def finish(attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         hidden_states = add(attended, hidden_states, pool)
         return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, pool)
+
+    def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
+        few = hidden_states.numel() <= FEW_NUMBERS and {module.post_attention_layernorm, module.mlp} <= ours
+        if recorder is None or not few:
+            attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
+            return finish(attended, hidden_states)
+        if not {module.input_layernorm, attention} <= ours:
+            attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
+            with recorder.record(module, hidden_states.shape[1]) as record:
+                attended, hidden_states = record.take(attended, hidden_states)
+                return record.do(lambda: finish(attended, hidden_states)).clone()
+        with recorder.record(module, hidden_states.shape[1]) as record:
+            hidden_states, cosines, sines = record.take(hidden_states, *options["position_embeddings"])
+            query, key, value = record.do(lambda: _heads(attention, module.input_layernorm(hidden_states), cosines, sines, pool))
+            out, _ = packed_attention(attention, query, key, value, None, scaling=attention.scaling)
+            (out,) = record.take(out)
+            flat = out.view(1, out.shape[1], -1)
+            return record.do(lambda: finish(attention.o_proj(flat), hidden_states)).clone()
 
     return forward

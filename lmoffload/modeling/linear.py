@@ -28,17 +28,24 @@ class BoundLinear(nn.Module):
         self.own = own
         self.unit = unit
 
+    @property
+    def matrix(self) -> Matrix:
+        """The weight as it lies now."""
+        return self.runtime.weights.matrix(self.name) if self.own is None else self.own
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N], in the processor's dtype."""
         if self.unit is not None:
             self.runtime.reach(self.unit)
-        matrix = self.runtime.weights.matrix(self.name) if self.own is None else self.own
+        matrix = self.matrix
         rows, batch = x.reshape(-1, x.shape[-1]), self.runtime.batch
         real = rows if batch is None else rows[: batch.segments[-1][1]]
         if self.runtime.observe is not None and batch is not None:
+            self.runtime.settle()
             self.runtime.observe(self.name, real)
         out = self.runtime.product(real, matrix, self.bias)
         if real.shape[0] < rows.shape[0]:  # padding costs a copy, and no product: torch's elementwise loops need it, nobody reads it
+            self.runtime.settle()
             out = torch.nn.functional.pad(out, (0, 0, 0, rows.shape[0] - real.shape[0]))
         return out.view(*x.shape[:-1], matrix.n)
 

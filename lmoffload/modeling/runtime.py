@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import greenlet
@@ -96,10 +97,19 @@ class Runtime:
 
     def product(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         """rows [M, K] contiguous -> [M, N] with the current phase's kernel, in the processor's dtype."""
-        kernel, begin = self.kernel(matrix.format), time.perf_counter()
-        out = self.processor.product(rows, matrix, kernel, bias)
-        self.watch.product(kernel, matrix, rows.shape[0], time.perf_counter() - begin)
+        kernel, pool = self.kernel(matrix.format), self.processor.pool
+        work, tell = partial(self.processor.product, rows, matrix, kernel, bias), partial(self.watch.product, kernel, matrix, rows.shape[0])
+        if pool is not None:
+            return pool.timed(work, tell)
+        begin = time.perf_counter()
+        out = work()
+        tell(time.perf_counter() - begin)
         return out
+
+    def settle(self) -> None:
+        """What was put off is done (`Pool.together`): what follows reads it otherwise than by kernels of ours."""
+        if self.processor.pool is not None:
+            self.processor.pool.settle()
 
     @staticmethod
     def reach(unit: int) -> None:

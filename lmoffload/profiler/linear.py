@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmoffload.profiler.curves import curve_of
 from lmoffload.profiler.limits import usable_memory
 from lmoffload.profiler.memory import rotation_bytes
-from lmoffload.profiler.overheads import product_s
-from lmoffload.profiler.samples import Sample, repeat
+from lmoffload.profiler.overheads import product_s, run_s
+from lmoffload.profiler.samples import Sample, repeat, timed
 from lmoffload.profiler.weights import WeightSlab
 from lmoffload_solver.formats import format_of
 from lmoffload_solver.machine import LinearCurve
@@ -57,11 +58,12 @@ def linear_curves(
 ) -> tuple[tuple[LinearCurve, ...], tuple[str, ...]]:
     """Curves of every kernel for the given stored formats, and remarks.
 
-    The hand-over to a pool that is awake, as it is here, is taken out of the times; costs add `Overheads.linear_call_s` for every layer.
+    With few numbers, as of one token, the runs alone are timed, since the engine has them done without Python. Else the hand-over to a pool
+    that is awake, as it is here, is taken out of the times. Costs add `Overheads.linear_call_s` for every layer.
     """
     num_bytes, beyond = rotation_bytes()
     slab = WeightSlab(num_bytes)
-    call_s = {pool.threads: product_s(pool, 16, 16, budget_s * 0.01, 0.0) for pool in pools}
+    call_s = {pool.threads: product_s(pool, 16, 16, budget_s * 0.01, 0.0, timed) for pool in pools}
     cases = list(_cases(pools, formats))
     end = time.perf_counter() + budget_s
     found, cut = [], 0
@@ -147,9 +149,13 @@ def _curve(
 
 def _sample(case: Case, matrices: Iterator[Matrix], x: torch.Tensor, budget_s: float, call_s: float, is_long: bool) -> Sample:
     from lmoffload.kernels.linear import linear
+    from lmoffload.kernels.runs import Rooms
+    from lmoffload_solver.counting import FEW_NUMBERS
 
     def product() -> None:
         linear(x, next(matrices), case.kernel, case.pool)
 
-    sample = repeat(product, budget_s, warmups=0 if is_long else 1, at_least=2 if is_long else 3)
-    return Sample(max(sample.median_s - call_s, sample.median_s / 2), sample.spread, sample.count)
+    few = x.numel() <= FEW_NUMBERS
+    clock = partial(run_s, case.pool, Rooms()) if few else timed
+    sample = repeat(product, budget_s, warmups=0 if is_long else 1, at_least=2 if is_long else 3, clock=clock)
+    return sample if few else Sample(max(sample.median_s - call_s, sample.median_s / 2), sample.spread, sample.count)

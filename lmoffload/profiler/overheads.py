@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lmoffload.profiler.curves import least_squares
-from lmoffload.profiler.samples import repeat, summarize, timed
+from lmoffload.profiler.samples import repeat, summarize
 from lmoffload.profiler.tiny import LINEARS_PER_LAYER, StepTime, decode_times, write_tiny_checkpoint
 from lmoffload_solver import counting
 from lmoffload_solver.machine import Overheads
@@ -19,6 +19,7 @@ from lmoffload_solver.machine import Overheads
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint
     from lmoffload.kernels.pool import Pool
+    from lmoffload.kernels.runs import Rooms
 
 FEW_ROWS, MANY_ROWS = 4, 32
 ENGINE_RUNS = 2
@@ -53,6 +54,7 @@ def measure_overheads(
         checkpoint = open_checkpoint(write_tiny_checkpoint(Path(folder), HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS))
         few = {pool.threads: _times(checkpoint, FEW_ROWS, steps, pool.threads) for pool in pools}
         many = _times(checkpoint, MANY_ROWS, steps, pools[0].threads)
+        by_python = _times(checkpoint, FEW_ROWS, steps, pools[0].threads, "matrix")
     tell("a layer's products alone")
     rests = {pool.threads: few[pool.threads].layer_s - _products_s(pool, budget_s * 0.2 / len(pools)) for pool in pools}
     call_s = product_s(pools[0], 16, 16, budget_s * 0.05, PAUSE_S)
@@ -60,6 +62,7 @@ def measure_overheads(
     row_s = max(0.0, (many.rest_s - least) / (MANY_ROWS - FEW_ROWS))
     return Overheads(
         layer_s=max(0.0, alone - LINEARS_PER_LAYER * call_s),
+        python_layer_s=max(0.0, by_python.layer_s - few[pools[0].threads].layer_s),
         step_s=max(0.0, least - FEW_ROWS * row_s - call_s),
         row_s=row_s,
         linear_call_s={threads: call_s + max(0.0, rest - alone) / LINEARS_PER_LAYER for threads, rest in rests.items()},
@@ -71,9 +74,10 @@ def measure_overheads(
     )
 
 
-def _times(checkpoint: Checkpoint, rows: int, steps: int, threads: int) -> StepTime:
+def _times(checkpoint: Checkpoint, rows: int, steps: int, threads: int, stream: Literal["layer", "matrix"] = "layer") -> StepTime:
     """Medians over a few runs of the engine."""
-    runs = [decode_times(checkpoint, rows=rows, steps=steps, threads=threads, kernel=SMALL_KERNEL) for _ in range(ENGINE_RUNS)]
+    times = partial(decode_times, checkpoint, rows=rows, steps=steps, threads=threads, kernel=SMALL_KERNEL, stream=stream)
+    runs = [times() for _ in range(ENGINE_RUNS)]
     return StepTime(summarize([run.layer_s for run in runs]).median_s, summarize([run.rest_s for run in runs]).median_s)
 
 
@@ -86,15 +90,30 @@ def _products_s(pool: Pool, budget_s: float) -> float:
     return sum(count * max(0.0, product_s(pool, n, k, share_s, 0.0) - call_s) for (n, k), count in shapes.items())
 
 
-def product_s(pool: Pool, n: int, k: int, budget_s: float, pause_s: float) -> float:
-    """Median seconds of a linear layer [n, k], fp32 weights in the cache, over four rows, each after a pause with the caller busy."""
+def run_s(pool: Pool, rooms: Rooms, action: Callable[[], object]) -> float:
+    """Seconds that the pool's runs of `action` take, as the engine has few tokens computed: Python, which says what to run, left out."""
+    found: list[float] = []
+    rooms.begin()
+    pool.together(lambda: pool.timed(action, found.append), rooms)
+    return found[0]
+
+
+def product_s(
+    pool: Pool, n: int, k: int, budget_s: float, pause_s: float, clock: Callable[[Callable[[], object]], float] | None = None
+) -> float:
+    """Median seconds of a linear layer [n, k], fp32 weights in the cache, over four rows, each after a pause with the caller busy.
+
+    clock: by default `run_s`.
+    """
     import torch
 
     from lmoffload.kernels.linear import linear
     from lmoffload.kernels.matrix import Matrix
+    from lmoffload.kernels.runs import Rooms
 
     matrix, x = Matrix(torch.ones(n, k).view(torch.uint8).view(-1), "fp32", n, k), torch.ones(4, k)
     call = partial(linear, x, matrix, SMALL_KERNEL, pool)
+    clock = clock or partial(run_s, pool, Rooms())
     call()
     times_s: list[float] = []
     end_s = time.perf_counter() + budget_s
@@ -102,7 +121,7 @@ def product_s(pool: Pool, n: int, k: int, budget_s: float, pause_s: float) -> fl
         resume_s = time.perf_counter() + pause_s
         while time.perf_counter() < resume_s:
             pass
-        times_s.append(timed(call))
+        times_s.append(clock(call))
     return summarize(times_s).median_s
 
 

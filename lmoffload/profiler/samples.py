@@ -38,12 +38,23 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def repeat(action: Callable[[], object], budget_s: float, *, warmups: int = 1, at_least: int = 3, at_most: int = 200) -> Sample:
-    """Run `action` again and again until `budget_s` is spent, at least `at_least` times, after `warmups` runs that do not count."""
+def repeat(
+    action: Callable[[], object],
+    budget_s: float,
+    *,
+    warmups: int = 1,
+    at_least: int = 3,
+    at_most: int = 200,
+    clock: Callable[[Callable[[], object]], float] = timed,
+) -> Sample:
+    """Run `action` again and again until `budget_s` is spent, at least `at_least` times, after `warmups` runs that do not count.
+
+    clock: runs it and says how many seconds count.
+    """
     end = time.perf_counter() + budget_s
     for _ in range(warmups):
         action()
     times_s: list[float] = []
     while len(times_s) < at_least or (len(times_s) < at_most and time.perf_counter() < end):
-        times_s.append(timed(action))
+        times_s.append(clock(action))
     return summarize(times_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lmoffload_solver.counting import kv_bytes
 from lmoffload_solver.formats import stored_bytes
@@ -63,13 +63,16 @@ def write_tiny_checkpoint(directory: Path, hidden: int = 64, intermediate: int =
     return directory
 
 
-def decode_times(checkpoint: Checkpoint, *, rows: int, steps: int, threads: int, kernel: str) -> StepTime:
-    """Generate `steps` tokens for `rows` prompts in one micro-batch, everything resident."""
+def decode_times(
+    checkpoint: Checkpoint, *, rows: int, steps: int, threads: int, kernel: str, stream: Literal["layer", "matrix"] = "layer"
+) -> StepTime:
+    """Generate `steps` tokens for `rows` prompts in one micro-batch, everything resident. With `stream` "matrix" no layer's work is
+    recorded."""
     import numpy as np
 
     from lmoffload.executor import Engine, Request
 
-    plan = _resident_plan(checkpoint, rows, PROMPT_TOKENS + steps, threads, kernel)
+    plan = _resident_plan(checkpoint, rows, PROMPT_TOKENS + steps, threads, kernel).model_copy(update={"stream": stream})
     with Engine(checkpoint, plan, keep_spans=True) as engine:
         requests = [Request(str(i), tuple((i + j) % 128 for j in range(PROMPT_TOKENS)), steps) for i in range(rows)]
         engine.generate(requests)

@@ -60,6 +60,9 @@ def _decisions(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "KV cache", f"{plan.kv.format.key} keys, {plan.kv.format.value} values; " + _sizes(plan.kv.bytes)
     yield "attention", f"prefill on {plan.attention.prefill}, decode on {plan.attention.decode}"
     yield "kernels", f"prefill {plan.kernels.prefill}, decode {plan.kernels.decode}"
+    if plan.layers_per_device:
+        waves = format_number(plan.waves, "wave")
+        yield "accelerators", f"layers {', '.join(map(str, plan.layers_per_device))} in a row; a block passes in {waves}"
     yield "threads", ", ".join(f"{count} {task}" for task, count in plan.threads.items())
     if plan.weights.bytes.get("disk"):
         yield "read ahead", format_number(plan.prefetch_depth, *(("layer",) if plan.stream == "layer" else ("matrix", "matrices")))

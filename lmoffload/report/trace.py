@@ -47,12 +47,14 @@ def _identity(task: Task) -> tuple[str, int, int, int | None]:
 def _names(process: int, name: str, timeline: Sequence[TimedTask]) -> Iterator[Mapping[str, Any]]:
     """Metadata: names of the process and of its threads."""
     yield {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
-    for resource in sorted({timed.task.resource for timed in timeline}, key=RESOURCES.index):
-        yield {"name": "thread_name", "ph": "M", "pid": process, "tid": _thread(resource), "args": {"name": resource}}
+    servers = {_thread(timed.task): timed.task for timed in timeline}
+    for number, task in sorted(servers.items()):
+        label = f"{task.resource} of accelerator {task.stage + 1}" if task.stage else task.resource
+        yield {"name": "thread_name", "ph": "M", "pid": process, "tid": number, "args": {"name": label}}
 
 
-def _thread(resource: Resource) -> int:
-    return RESOURCES.index(resource) + 1
+def _thread(task: Task) -> int:
+    return task.stage * len(RESOURCES) + RESOURCES.index(task.resource) + 1
 
 
 def _event(process: int, unit: Unit, timed: TimedTask, start_s: float) -> Mapping[str, Any]:
@@ -68,7 +70,7 @@ def _event(process: int, unit: Unit, timed: TimedTask, start_s: float) -> Mappin
         "ts": (timed.begin_s - start_s) * MICROSECONDS,
         "dur": max(0.0, timed.end_s - timed.begin_s) * MICROSECONDS,
         "pid": process,
-        "tid": _thread(task.resource),
+        "tid": _thread(task),
         "args": arguments,
     }
 

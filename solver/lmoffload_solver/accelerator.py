@@ -36,6 +36,8 @@ class Accelerator(Value):
     products: RateCurve
     fused_products_share: float = Field(gt=0, le=1)
     """Rate of a product that dequantizes its weights in its inner loop, as a share of the 16-bit one."""
+    count: int = Field(default=1, gt=0)
+    """So many of them, alike, each behind a link of its own."""
 
 
 class EmulatedDevice(Value):
@@ -45,6 +47,8 @@ class EmulatedDevice(Value):
     memory_bytes: int = Field(gt=0)
     bytes_per_s: float = Field(gt=0)
     """Of each direction."""
+    count: int = Field(default=1, gt=0)
+    """So many of them, alike, each with a memory and a link of its own; they share the host's cores."""
 
     @property
     def name(self) -> str:

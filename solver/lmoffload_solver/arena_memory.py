@@ -76,13 +76,12 @@ class ArenaMemory(ChainMemory):
         }
         host = {
             "base": self.machine.base_bytes,
-            "objects": self.model.num_layers * LAYER_OBJECT_BYTES
-            + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN
-            + num_batches * GREENLET_BYTES,
-            "tiles": self._threads * self._on_host.tile_bytes,
+            "objects": self.num_devices * (self.model.num_layers * LAYER_OBJECT_BYTES + num_batches * GREENLET_BYTES)
+            + self.model.vocab_size * TOKENIZER_BYTES_PER_TOKEN,
+            "tiles": self.num_devices * self._threads * self._on_host.tile_bytes,
             "attention": ACTIVATION_BYTES * block * carried,
             "logits": ACTIVATION_BYTES * block * self.model.vocab_size,
-            "hidden": 0 if on_device else self.hidden_bytes(block),
+            "hidden": self.parked_bytes(block, hidden),
         }
         return Transients(device, host)
 

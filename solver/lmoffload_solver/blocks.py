@@ -168,10 +168,10 @@ class JobCosts:
             tuple(float((one * sizes.counts).sum()) for one in self.costs.linear_seconds(kind, kernel, sizes.tokens)) for kind in self.kinds
         )
 
-    def rest_seconds(self, block: Block, sizes: BatchSizes, step: int) -> tuple[float, ...]:
+    def rest_seconds(self, block: Block, sizes: BatchSizes, step: int, *, cut: bool = False) -> tuple[float, ...]:
         """Per kind of layer, what is no linear layer of one layer over all micro-batches at a sampled step."""
         tokens = np.ceil(sizes.tokens / self._multiple) * self._multiple
-        fixed = [float((self.costs.rest_seconds(kind, tokens) * sizes.counts).sum()) for kind in self.kinds]
+        fixed = [float((self.costs.rest_seconds(kind, tokens, cut=cut) * sizes.counts).sum()) for kind in self.kinds]
         sums = self._attention[step]
         return tuple(one + float(s[block.end_row] - s[block.first_row]) for one, s in zip(fixed, sums, strict=True))
 
@@ -189,16 +189,16 @@ class JobCosts:
         return overheads.step_s * sizes.num_forwards + overheads.row_s * (block.end_row - block.first_row)
 
     def steps_seconds(
-        self, block: Block, micro_batch: int, phase: Phase, kernel: str, prefill_chunk: int | None = None
+        self, block: Block, micro_batch: int, phase: Phase, kernel: str, prefill_chunk: int | None = None, *, cut: bool = False
     ) -> tuple[StepSeconds, ...]:
-        """Seconds of each sampled step of a phase of a block, cut into micro-batches of `micro_batch` sequences."""
+        """Seconds of each sampled step of a phase of a block, in micro-batches of `micro_batch` sequences; `cut`: layers at matrices."""
         sizes = self.sizes(block, micro_batch, phase, prefill_chunk)
         linears = self.linear_seconds(sizes, kernel)
         head, piece, around = self.head_seconds(sizes, kernel), self.piece_seconds(sizes), self.around_seconds(block, sizes)
         lookup = self.costs.lookup_seconds(self.model, on_disk=True) * sizes.total_tokens
         found = []
         for step in self.steps[:1] if phase == "prefill" else self.steps[1:]:
-            rests = self.rest_seconds(block, sizes, step.step)
+            rests = self.rest_seconds(block, sizes, step.step, cut=cut)
             layers = tuple(sum(of_kind) + rest for of_kind, rest in zip(linears, rests, strict=True))
             found.append(StepSeconds(layers, linears, head, piece, around, lookup))
         return tuple(found)

@@ -13,6 +13,7 @@ from typing import get_args
 from lmoffload_solver.chain_layout import step_by_step
 from lmoffload_solver.chain_queues import Queues
 from lmoffload_solver.chain_schedule import NOTHING, Clock, UnitWork
+from lmoffload_solver.pipeline import ALONE, Pipeline
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import Resource
 
@@ -23,16 +24,20 @@ RESOURCES: tuple[Resource, ...] = get_args(Resource)
 
 
 def step_ends(
-    steps: Sequence[Sequence[UnitWork]], runtime: Runtime, depth: int, waking: Callable[[float], float] | None = None
+    steps: Sequence[Sequence[UnitWork]],
+    runtime: Runtime,
+    depth: int,
+    waking: Callable[[float], float] | None = None,
+    pipeline: Pipeline = ALONE,
 ) -> Iterator[tuple[float, int]]:
     """When each step of a block ends, and how many (unit, micro-batch) pairs were laid out for it; a step is laid out when asked for."""
-    if runtime.overlap == "queues":
+    if runtime.overlap == "queues" and pipeline.num_stages == 1:
         queues, before = RepeatingQueues(steps, depth, waking), 0
         for end in queues.steps():
             yield end, queues.num_laid_out - before
             before = queues.num_laid_out
         return
-    for units, end in zip(steps, step_by_step(steps, runtime, depth, Clock(waking).emit), strict=True):
+    for units, end in zip(steps, step_by_step(steps, runtime, depth, Clock(waking).emit, pipeline), strict=True):
         yield end, sum(len(unit.batches) for unit in units)
 
 
@@ -47,7 +52,7 @@ class RepeatingQueues(Queues):
         """What came after times that came before, by identity: the same lists are met again and again, and all are kept."""
         self.kept: list[list[float]] = []
         self.num_laid_out = 0
-        different = {id(unit): unit for _, _, unit in self.units}.values()
+        different = {id(unit): unit for _, unit in self.units}.values()
         longest = max(unit.upload + unit.dequantize + unit.batches[0].compute + unit.batches[0].after for unit in different)
         self.fine = 1 / (FINE * longest) if longest else 1.0
 
@@ -56,9 +61,9 @@ class RepeatingQueues(Queues):
         for ahead in range(min(self.depth, len(self.units))):
             self.weights(ahead, 0, 1)
         times, begin = self.times(0), 0.0
-        for number, (step, _, unit) in enumerate(self.units):
+        for number, (place, unit) in enumerate(self.units):
             times, begin = self.next_times(number, unit, times, begin)
-            if number + 1 == len(self.units) or self.units[number + 1][0] > step:
+            if number + 1 == len(self.units) or self.units[number + 1][0].step > place.step:
                 yield begin + times[0]
 
     def next_times(self, number: int, unit: UnitWork, times: list[float], begin: float) -> tuple[list[float], float]:
@@ -66,8 +71,8 @@ class RepeatingQueues(Queues):
         # Nothing begins before the two latest units and micro-batches were computed, so earlier times are all alike.
         least, base = min(times[:4]), times[3]
         key: tuple[int, ...] | None = None
-        ahead = self.units[number + self.depth][2] if number + self.depth < len(self.units) else None
-        same = (id(times), id(self.units[number - 1][2]), id(unit), id(ahead))
+        ahead = self.units[number + self.depth][1] if number + self.depth < len(self.units) else None
+        same = (id(times), id(self.units[number - 1][1]), id(unit), id(ahead))
         if same in self.followed:
             found, shift = self.followed[same]
             return found, begin + shift
@@ -81,7 +86,7 @@ class RepeatingQueues(Queues):
         self.resume(number, times)
         if not self.depth:
             self.weights(number, 0, 1)
-        self.unit(number, unit)
+        self.unit(number)
         self.num_laid_out += len(unit.batches)
         found = self.times(number + 1)
         self.kept.append(found)
@@ -95,8 +100,8 @@ class RepeatingQueues(Queues):
         on their way, hidden states and attention of each micro-batch."""
         computed = [self.computed[n] if n >= 0 else NOTHING for n in (number - 1, number - 2)]
         coming = slice(number, number + self.depth)
-        free = [self.clock.free.get(resource, 0.0) for resource in RESOURCES]
-        batches = range(len(self.units[min(number, len(self.units) - 1)][2].batches))
+        free = [self.clock.free.get((resource, 0), 0.0) for resource in RESOURCES]
+        batches = range(len(self.units[min(number, len(self.units) - 1)][1].batches))
         return [
             *computed,
             *self.done,
@@ -117,13 +122,13 @@ class RepeatingQueues(Queues):
                 self.computed[place] = computed
         self.done = [next(values), next(values)]
         self.sent = [next(values), next(values), next(values)]
-        self.clock.free = {resource: next(values) for resource in RESOURCES}
+        self.clock.free = {(resource, 0): next(values) for resource in RESOURCES}
         coming = range(number, min(number + self.depth, len(self.units)))
         for ahead in coming:
             self.uploaded[ahead] = next(values)
         for ahead in coming:
             self.staged[ahead] = next(values)
-        batches = range(len(self.units[number][2].batches))
-        self.hidden = {batch: next(values) for batch in batches}
-        before = self.units[number - 1][2].batches if number else ()
+        batches = range(len(self.units[number][1].batches))
+        self.hidden.update({batch: next(values) for batch in batches})
+        before = self.units[number - 1][1].batches if number else ()
         self.deferred = {batch: (number - 1, work, next(values)) for batch, work in enumerate(before) if work.attend}

@@ -3,14 +3,14 @@
 Batch: micro-batch 2^i, 3·2^i and the job cut into 1 to 4 equal parts, the same for the number of micro-batches up to 24. Formats of each
 class of matrices, of keys and values, and how products take them in each phase (`chain_variants`). Home of the hidden states; prefetch
 depth; whether the host attends (not without reading ahead: then it would wait); threads of each class of tasks on the host. Limits fix a
-choice.
+choice. Of several accelerators: how many waves follow one another through them; splits of the layers are tried when a plan is rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +22,11 @@ from lmoffload_solver.chain_rounding import Rooms, WeightPlacer
 from lmoffload_solver.chain_terms import Array, ChainTerms
 from lmoffload_solver.chain_variants import Formats, Way, variants_of
 from lmoffload_solver.decision import Job, Products
+from lmoffload_solver.device_costs import Pair
 from lmoffload_solver.device_memory import BUFFERS, memory_of
 from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import Disk, MachineProfile
+from lmoffload_solver.pipeline import ALONE, Pipeline
 from lmoffload_solver.value import Quality, Tier
 from lmoffload_solver.workload import Limits
 
@@ -35,6 +37,9 @@ LARGE_HEAD = 0.1
 tensors can."""
 
 HIDDEN: tuple[Tier, ...] = ("device", "host")
+
+PRICED: tuple[Pair, ...] = (("upload", "host_attention"), ("device", "device"))
+"""Pairs of resources whose slowing each other has rows of its own, or is in the price of the work."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class ChainCandidate:
     """Of threads, of `ChainTerms.assignments`."""
     head_at_home: bool | None = None
     """Whether the output head lies on the device, where much hangs on it; None: as it turns out."""
+    waves: int = 1
 
     @property
     def pair(self) -> tuple[int, int]:
@@ -85,7 +91,9 @@ class ChainDomain:
         self.memory = memory_of(job, machine, limits)
         self.rows = np.array([min(size, job.num_prompts) for size, _ in self.pairs], dtype=np.float64)
         self.block_rows = np.array([min(size * count, job.num_prompts) for size, count in self.pairs], dtype=np.float64)
-        self._placers: dict[Formats, WeightPlacer] = {}
+        self.num_devices = self.terms.num_devices
+        self.placers = cache(self._placers)
+        """Of the weights in some formats at each stage of a pipeline."""
         self.variants = variants_of(self.terms, quality, losses, self._host_may_bind)
         self.base_format, self.kv_formats, self.formats = self.variants.base_kv, self.variants.kv_formats, self.variants.formats
         self.placed = [t for t in self.model.tensors if t.is_matrix and (t.layer is not None or t.name == self.model.head.name)]
@@ -100,9 +108,13 @@ class ChainDomain:
 
     def placer(self, formats: Formats) -> WeightPlacer:
         """Of the weights in some formats."""
-        if formats not in self._placers:
-            self._placers[formats] = WeightPlacer(self.model, dict(formats), self.memory.room_bytes, self.memory.head_in_pieces)
-        return self._placers[formats]
+        (placer,) = self.placers(formats, ALONE)
+        return placer
+
+    def _placers(self, formats: Formats, pipeline: Pipeline) -> tuple[WeightPlacer, ...]:
+        memory = self.memory
+        of_stages = [memory.groups_of(pipeline, stage) for stage in range(pipeline.num_stages)]
+        return tuple(WeightPlacer(self.model, dict(formats), memory.room_bytes, memory.head_in_pieces, groups) for groups in of_stages)
 
     @cached_property
     def _host_may_bind(self) -> bool:
@@ -147,7 +159,7 @@ class ChainDomain:
         others = {tier: np.array([[float(self.placer(f).other_bytes[tier])] for f, _, _ in variants]) for tier in HIDDEN}
         widened = np.array([[float(self.widened(formats, products))] for formats, products, _ in variants])
         left = self.memory.transients(self.rows, self.block_rows, hidden, kv_format, widened)
-        device = self.memory.capacity["device"] - sum(left.device.values()) - others["device"]
+        device = self.num_devices * (self.memory.capacity["device"] - sum(left.device.values())) - others["device"]
         host = np.broadcast_to(self.memory.capacity["host"] - sum(left.host.values()) - others["host"], shape)
         kv = np.broadcast_to(self.memory.kv_token_bytes(kv_format) * self.block_rows, shape)
         weights = np.broadcast_to(np.array([[float(self.terms.sizes(formats).total)] for formats, _, _ in variants]), shape)
@@ -158,7 +170,7 @@ class ChainDomain:
         fits &= np.array([[self.variants.permits(formats, products, kv_format)] for formats, products, _ in variants])
         if not fits.any():
             return np.full(shape, np.inf)
-        amounts = Amounts(weights, largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted)
+        amounts = Amounts(weights, self.num_devices * largest, kv, np.maximum(device, 0.0), np.maximum(host, 0.0), granted)
         bounds = [
             closed_form_s(
                 self.terms,
@@ -189,7 +201,13 @@ class ChainDomain:
         else:
             candidates = [candidate]
         for one in candidates:
-            yield from self._opened(one, depths)
+            for waves in self._waves(one, everything_home):
+                yield from self._opened(replace(one, waves=waves), depths)
+
+    def _waves(self, candidate: ChainCandidate, everything_home: bool) -> Sequence[int]:
+        """One wave moves weights once; as many as there are accelerators keep all of them at work."""
+        most = min(self.num_devices, candidate.num_micro_batches)
+        return [most] if everything_home else sorted({1, most}, reverse=True)
 
     def _opened(self, candidate: ChainCandidate, depths: Sequence[int]) -> Iterator[ChainCandidate]:
         alone, both = self.terms.worth_trying(candidate.num_micro_batches)
@@ -205,14 +223,14 @@ class ChainDomain:
         return self.memory.kv_token_bytes(candidate.kv_format) * rows
 
     def rooms(self, candidate: ChainCandidate) -> dict[Tier, float]:
-        """Bytes of each tier for homes and buffers of layers, head, and KV."""
+        """Bytes of each tier, the device's of all accelerators, for homes and buffers of layers, head, and KV."""
         rows = min(candidate.micro_batch, self.job.num_prompts)
         block = min(candidate.micro_batch * candidate.num_micro_batches, self.job.num_prompts)
         widened = self.widened(candidate.formats, candidate.products)
         left = self.memory.transients(rows, block, candidate.hidden, candidate.kv_format, widened)
         others = self.placer(candidate.formats).other_bytes
         return {
-            "device": self.memory.capacity["device"] - sum(left.device.values()) - others["device"],
+            "device": self.num_devices * (self.memory.capacity["device"] - sum(left.device.values())) - others["device"],
             "host": self.memory.capacity["host"] - sum(left.host.values()) - others["host"],
             "disk": float(self.memory.capacity["disk"]),
         }
@@ -250,14 +268,16 @@ class ChainDomain:
             num_layers=self.model.num_layers,
             prefetch_depth=candidate.prefetch_depth,
             slots=candidate.slots,
+            num_devices=self.num_devices,
+            waves=candidate.waves,
             kv_bytes=kv_bytes,
             kv_buffers=self.memory.kv_buffers(min(candidate.micro_batch, self.job.num_prompts), candidate.kv_format),
             rooms=rooms,
             weights_room=self.weights_room(candidate),
-            upload_bytes_per_s=self.terms.upload_rate,
-            read_bytes_per_s=read_rate,
+            upload_bytes_per_s=self.terms.upload_rate / candidate.waves,
+            read_bytes_per_s=read_rate / candidate.waves,
             contention=self.terms.contention,
-            crowded={pair: slow for pair, slow in slowdowns.items() if pair != ("upload", "host_attention")},
+            crowded={pair: slow for pair, slow in slowdowns.items() if pair not in PRICED},
             attends=candidate.attends,
             head_at_home=candidate.head_at_home,
             head_in_pieces=self.memory.head_in_pieces,

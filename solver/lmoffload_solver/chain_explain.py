@@ -69,6 +69,7 @@ def candidate_of(search: ChainSearch, decision: Decision) -> ChainCandidate:
         decision.prefetch_depth,
         decision.host_attends,
         assignments.index(dict(decision.threads)) if decision.threads else 0,
+        waves=decision.pipeline.waves,
     )
 
 

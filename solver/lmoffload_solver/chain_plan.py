@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lmoffload_solver import counting
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.chain_predict import ChainSimulated, costs_of, simulate_chain
 from lmoffload_solver.chain_variants import PRODUCTS
 from lmoffload_solver.core_split import split_of
@@ -12,9 +13,11 @@ from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Decision, Job, KVUnit
 from lmoffload_solver.device_memory import ChainMemory, memory_of
 from lmoffload_solver.formats import QUANTIZED
+from lmoffload_solver.host_cores import HostCores
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.memory import spilled_of
 from lmoffload_solver.model import ModelShape
+from lmoffload_solver.pipeline import Pipeline
 from lmoffload_solver.plan import (
     AttentionPlace,
     HiddenPlan,
@@ -93,6 +96,7 @@ def plan_of(
             decode="host" if attended else "device",
             host_share=len(attended) / (job.model.num_layers * decision.num_micro_batches),
             host=attended,
+            streams=_streams(machine, decision, file_system) if attended else 1,
         ),
         weights=_weights(job.model, decision),
         kv=_kv(job, memory, decision),
@@ -100,6 +104,8 @@ def plan_of(
         kernels=_kernels(decision),
         threads=dict(decision.threads) or split_of(machine, disk_of(machine, file_system), decision, simulated).totals(),
         prefetch_depth=decision.prefetch_depth,
+        layers_per_device=decision.pipeline.layers,
+        waves=decision.pipeline.waves,
         runtime=None if decision.runtime == own_runtime() else decision.runtime,
         predicted=predicted,
         binding=max(predicted.resources, key=lambda name: predicted.resources[name]),
@@ -112,10 +118,21 @@ def plan_of(
     return plan if limits.emulated_device is None else _with_spilled(job.model, plan)
 
 
+def _streams(machine: MachineProfile, decision: Decision, file_system: str | None) -> int:
+    """Of the host's attention, as it is priced: those that make most of its threads; one beside an emulated device."""
+    if not decision.threads or isinstance(machine.accelerator, EmulatedDevice):
+        return 1
+    cores = HostCores.of(machine, disk_of(machine, file_system), decision.most_threads)
+    return cores.streams(decision.threads["host_attention"], decision.num_micro_batches)[0]
+
+
 def _with_spilled(model: ModelShape, plan: Plan) -> Plan:
     """With the bytes of keys and values on the disk as they will lie there: in whole pages, of each prompt's own length."""
     on_disk = sum(spilled.num_bytes for spilled in spilled_of(model, plan).values())
-    return plan.model_copy(update={"kv": plan.kv.model_copy(update={"bytes": {**plan.kv.bytes, "disk": on_disk}})})
+    peaks = plan.predicted.peak_bytes
+    predicted = plan.predicted.model_copy(update={"peak_bytes": {**peaks, "disk": peaks["disk"] + on_disk - plan.kv.bytes["disk"]}})
+    kv = plan.kv.model_copy(update={"bytes": {**plan.kv.bytes, "disk": on_disk}})
+    return plan.model_copy(update={"kv": kv, "predicted": predicted})
 
 
 def decision_of(model: ModelShape, plan: Plan) -> Decision:
@@ -148,6 +165,7 @@ def decision_of(model: ModelShape, plan: Plan) -> Decision:
         decode_products=PRODUCTS[0] if plan.kernels.decode == PLAIN else plan.kernels.decode,
         threads=plan.threads if plan.runtime is None or plan.limits.emulated_device is not None else {},
         most_threads=plan.limits.threads,
+        pipeline=Pipeline(plan.layers_per_device, plan.waves),
     )
 
 
@@ -164,9 +182,9 @@ def _weights(model: ModelShape, decision: Decision) -> WeightsPlan:
 
 
 def _kv(job: Job, memory: ChainMemory, decision: Decision) -> KVPlan:
-    parts = memory.parts(decision)
+    stages = [memory.stage_beside_weights(decision, stage) for stage in range(decision.pipeline.num_stages)]
     homes = tuple((layer, batch, unit.home) for layer, units in enumerate(decision.kv) for batch, unit in enumerate(units))
-    sizes = {tier: parts[tier]["kv"] for tier in TIERS}
+    sizes = {tier: sum(parts[tier]["kv"] for parts in stages) for tier in TIERS}
     return KVPlan(format=KVFormat(key=decision.kv_format, value=decision.kv_format), bytes=sizes, homes=homes)
 
 

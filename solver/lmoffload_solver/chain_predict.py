@@ -8,7 +8,7 @@ from lmoffload_solver.blocks import Step
 from lmoffload_solver.chain_clock import step_ends
 from lmoffload_solver.chain_layout import lay_out
 from lmoffload_solver.chain_prices import BatchPrices
-from lmoffload_solver.chain_schedule import Graph
+from lmoffload_solver.chain_schedule import Graph, Server, busiest
 from lmoffload_solver.chain_slowing import busy_of
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import disk_of
@@ -27,6 +27,7 @@ class PhaseSeconds:
 
     seconds: float
     busy: dict[Resource, float]
+    """Of the resources that every accelerator has, the busiest one's."""
     dequantizing_s: float
     """Of weights, on the device, as a task of its own."""
     quantizing_s: float
@@ -65,8 +66,8 @@ def simulate_chain(job: Job, costs: DeviceCosts, decision: Decision, prices: Bat
 
 class Simulation:
     """Every different block's sampled steps one after another, each step weighted with what it stands for. A step that stands for others
-    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them. `prices` as in
-    `ChainWork`."""
+    takes no less than any resource works in it: what was moved ahead before it would be gone after a few of them; nor does any where there
+    are several stages, which may begin a step before the one before has ended. `prices` as in `ChainWork`."""
 
     def __init__(self, job: Job, costs: DeviceCosts, decision: Decision, prices: BatchPrices | None = None) -> None:
         self.costs, self.decision = costs, decision
@@ -78,19 +79,22 @@ class Simulation:
 
     def run(self, below_s: float = float("inf")) -> ChainSimulated | None:
         """What the job comes to; None, found as early as may be, where it takes no less than `below_s`."""
-        working = [[busy_of(units) for units in steps] for _, steps in self.blocks]
+        pipeline = self.decision.pipeline
+        working = [[busy_of(units, pipeline) for units in steps] for _, steps in self.blocks]
         least = [[self._least_s(*of_step) for of_step in zip(self.work.steps, busy, strict=True)] for busy in working]
         left = sum(block.count * sum(of_block) for (block, _), of_block in zip(self.blocks, least, strict=True))
         seconds = [0.0, 0.0]
         step_s = 0.0
+        if left >= below_s:
+            return None
         for number, (block, units) in enumerate(self.blocks):
             before = 0.0
-            ends = step_ends(units, self.decision.runtime, self.decision.prefetch_depth, self.costs.waking)
+            ends = step_ends(units, self.decision.runtime, self.decision.prefetch_depth, self.costs.waking, pipeline)
             for place, (step, (end, laid_out)) in enumerate(zip(self.work.steps, ends, strict=True)):
                 elapsed, before = end - before, end
                 self.num_tasks += laid_out
                 weight = step.weight * block.count
-                seconds[int(step.step > 0)] += weight * (elapsed if step.weight <= 1 else max(elapsed, *working[number][place].values()))
+                seconds[int(step.step > 0)] += weight * (max(elapsed, *working[number][place].values()) if self._whole(step) else elapsed)
                 left -= block.count * least[number][place]
                 if sum(seconds) + left >= below_s:
                     return None
@@ -99,24 +103,28 @@ class Simulation:
         prefill, decode = (self._phase(number, seconds[number], working) for number in (0, 1))
         return ChainSimulated(prefill, decode, step_s)
 
-    def _least_s(self, step: Step, working: dict[Resource, float]) -> float:
-        """A sampled step takes no less; one that stands for itself alone may find anything moved ahead, but what the device computes."""
-        return step.weight * (max(working.values()) if step.weight > 1 else working.get("device", 0.0))
+    def _whole(self, step: Step) -> bool:
+        """Whether a step takes no less than any server works in it."""
+        return step.weight > 1 or self.decision.pipeline.num_stages > 1
 
-    def _phase(self, phase: int, seconds: float, working: list[list[dict[Resource, float]]]) -> PhaseSeconds:
-        busy: dict[Resource, float] = {}
+    def _least_s(self, step: Step, working: dict[Server, float]) -> float:
+        """A sampled step takes no less; one that stands for itself alone may find anything moved ahead, but what the device computes."""
+        return step.weight * (max(working.values()) if self._whole(step) else working.get(("device", 0), 0.0))
+
+    def _phase(self, phase: int, seconds: float, working: list[list[dict[Server, float]]]) -> PhaseSeconds:
+        busy: dict[Server, float] = {}
         widening = packing = 0.0
         for number, (block, steps) in enumerate(self.blocks):
             for place, (step, units) in enumerate(zip(self.work.steps, steps, strict=True)):
                 if int(step.step > 0) != phase:
                     continue
                 weight = step.weight * block.count
-                for resource, amount in working[number][place].items():
-                    busy[resource] = busy.get(resource, 0.0) + weight * amount
+                for server, amount in working[number][place].items():
+                    busy[server] = busy.get(server, 0.0) + weight * amount
                 widening += weight * sum(unit.dequantize for unit in units)
                 if self.decision.kv_format in QUANTIZED:
                     packing += weight * sum(batch.quantize for unit in units for batch in unit.batches)
-        return PhaseSeconds(seconds, busy, widening, packing)
+        return PhaseSeconds(seconds, busiest(busy), widening, packing)
 
 
 def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision, *, every_step: bool = False) -> list[Timed]:
@@ -126,5 +134,5 @@ def chain_timeline(job: Job, costs: DeviceCosts, decision: Decision, *, every_st
         work.steps = tuple(Step(step, 1.0) for step in range(job.gen_len))
     graph = Graph()
     block = next(job.blocks(decision.micro_batch, decision.num_micro_batches))
-    lay_out(work.block(block), decision.runtime, decision.prefetch_depth, graph.emit)
+    lay_out(work.block(block), decision.runtime, decision.prefetch_depth, graph.emit, decision.pipeline)
     return walk(graph.tasks, lambda task: graph.seconds[task.index])

@@ -44,14 +44,24 @@ class BatchPrices:
 
     def batch(self, layer: int, part: Part, unit: KVUnit, size: StepSize, widening: Amount = 0.0) -> BatchWork:
         """Weights at hand as the device computes with them, or widened in `widening` seconds."""
-        costs, processing = self.costs, self.costs.processing
-        hidden = processing.activation_bytes * self.model.hidden_size * size.tokens
-        load = costs.upload_s(hidden, True) if self.hidden != "device" else 0.0
-        store = costs.download_s(hidden, True) if self.hidden != "device" else 0.0
+        processing = self.costs.processing
+        load = self.load_hidden_s(size) if self.hidden != "device" else 0.0
+        store = self.store_hidden_s(size) if self.hidden != "device" else 0.0
         kernels = processing.layer_s(self.model, layer, self.tensors(layer, part), size.tokens, len(self.parts), widening)
         if part == "mlp":
             return BatchWork(compute=kernels, load_hidden=load, store_hidden=store)
         return self._attending(BatchWork(compute=kernels, load_hidden=load, store_hidden=store), layer, part, unit, size)
+
+    def load_hidden_s(self, size: StepSize) -> Amount:
+        """Moving hidden states up."""
+        return self.costs.upload_s(self._hidden_bytes(size), True)
+
+    def store_hidden_s(self, size: StepSize) -> Amount:
+        """Moving them down."""
+        return self.costs.download_s(self._hidden_bytes(size), True)
+
+    def _hidden_bytes(self, size: StepSize) -> Amount:
+        return self.costs.processing.activation_bytes * self.model.hidden_size * size.tokens
 
     def head_s(self, size: StepSize) -> Amount:
         """The output head over one token of each sequence, sampling, and the embedding of the next."""

@@ -45,6 +45,8 @@ class ChainChoices:
     prefetch_depth: int
     slots: int
     """Buffers of weights."""
+    num_devices: int
+    waves: int
     kv_bytes: float
     """Of the first block."""
     kv_buffers: KVBuffers
@@ -53,8 +55,9 @@ class ChainChoices:
     weights_room: float
     """For homes and buffers of weights on device and host together."""
     upload_bytes_per_s: float
+    """Of weights, moved once for every wave, over all links."""
     read_bytes_per_s: float
-    """0: the disk is not used."""
+    """The same; 0: the disk is not used."""
     contention: Contention
     """Of uploads and the host's attention."""
     crowded: Mapping[Pair, Contention]
@@ -70,8 +73,10 @@ class ChainChoices:
 
     @property
     def early_bytes(self) -> float:
-        """What may have been moved while the longer step before computed: a unit more than the buffers hold."""
-        return (self.prefetch_depth + 2) * max(self.sizes.in_layers / self.num_layers, self.sizes.classes["head"])
+        """What may have been moved while the longer step before computed: a unit more than the buffers hold; by every accelerator, for one
+        of its waves."""
+        unit = max(self.sizes.in_layers / self.num_layers, self.sizes.classes["head"])
+        return self.num_devices / self.waves * (self.prefetch_depth + 2) * unit
 
 
 @dataclass(frozen=True)

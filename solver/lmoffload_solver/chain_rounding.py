@@ -73,9 +73,13 @@ class Rooms:
     disk: float
     weights: float = float("inf")
 
+    def shared(self, share: float) -> Rooms:
+        """With a share of what accelerators share."""
+        return Rooms(self.device, self.host * share, self.disk * share, self.weights * share)
+
 
 class WeightPlacer:
-    """Places the matrices of a model kept in some formats."""
+    """Places the matrices of a model, or of a stage of a pipeline, kept in some formats."""
 
     def __init__(
         self,
@@ -83,17 +87,29 @@ class WeightPlacer:
         formats: dict[TensorClass, str],
         room_bytes: Callable[[TensorShape, int], int] | None = None,
         head_in_pieces: bool = False,
+        tensors: Sequence[Sequence[TensorShape]] | None = None,
     ) -> None:
-        """`room_bytes`: what a tensor of some bytes takes in memory; those bytes unless given."""
+        """
+        Args:
+            room_bytes: what a tensor of some bytes takes in memory; those bytes unless given.
+            tensors: of a stage, as `ChainMemory.groups_of` gives them; all unless given.
+        """
         self._room_bytes, self._head_in_pieces = room_bytes, head_in_pieces
-        groups = [[(self._size(t, formats), t.name) for t in counting.layer_matrices(model, layer)] for layer in range(model.num_layers)]
-        groups.append([(self._size(model.head, formats), model.head.name)])
+        here = [t for group in tensors for t in group] if tensors is not None else [t for t in model.tensors if t.is_matrix]
+        by_layer: dict[int | None, list[tuple[int, str]]] = {}
+        for tensor in here:
+            if tensor.layer is not None:
+                by_layer.setdefault(tensor.layer, []).append((self._size(tensor, formats), tensor.name))
+        groups = [by_layer[layer] for layer in range(model.num_layers) if layer in by_layer]
+        groups.append([(self._size(model.head, formats), model.head.name)] if model.head in here else [])
         placed = {name for group in groups for _, name in group}
+        self.num_bytes = sum(size for group in groups for size, _ in group)
+        """Of all that is placed."""
         self.others: dict[str, Tier] = {}
         """Matrices that cost no time wherever they lie: an embedding table of its own stays on the host, small tables on the device."""
         self.other_bytes: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        for tensor in model.tensors:
-            if tensor.is_matrix and tensor.name not in placed:
+        for tensor in here:
+            if tensor.name not in placed:
                 tier: Tier = "host" if tensor.name == model.embedding.name else "device"
                 self.others[tensor.name] = tier
                 self.other_bytes[tier] += self._size(tensor, formats)

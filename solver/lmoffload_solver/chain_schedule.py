@@ -7,15 +7,22 @@ them to the queues of real resources. Resources are serial servers that take the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
+from lmoffload_solver.pipeline import OWN, Pipeline, Place
 from lmoffload_solver.schedule import Task
 from lmoffload_solver.value import Kind, Resource
 
-Place: TypeAlias = tuple[int, int, int | None]
-"""(step, unit, micro-batch or None)."""
+Server: TypeAlias = tuple[Resource, int]
+"""A resource, and of which accelerator it is; the host's are those of 0."""
+
+
+def server_of(resource: Resource, stage: int) -> Server:
+    """The server of a resource at a stage."""
+    return resource, stage if resource in OWN else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +75,33 @@ class Emit(Protocol):
     ) -> float: ...
 
 
+def busiest(busy: Mapping[Server, float]) -> dict[Resource, float]:
+    """Busy seconds by resource: of those that every accelerator has, the busiest one's."""
+    found: dict[Resource, float] = {}
+    for (resource, _), seconds in busy.items():
+        found[resource] = max(found.get(resource, 0.0), seconds)
+    return found
+
+
 class Clock:
     """Interpreter that keeps times alone: a handle is the end of its task."""
 
     def __init__(self, waking: Callable[[float], float] | None = None) -> None:
         """`waking`: seconds that the device loses after it was idle for some."""
-        self.free: dict[Resource, float] = {}
+        self.free: dict[Server, float] = {}
         self.waking = waking
 
     def emit(
         self, resource: Resource, kind: Kind, place: Place, seconds: float, after: tuple[float, ...], share: Share = WHOLE
     ) -> float:
-        begin = self.free.get(resource, 0.0)
+        server = server_of(resource, place.stage)
+        begin = self.free.get(server, 0.0)
         for end in after:
             if end > begin:
                 begin = end
         if self.waking is not None and resource == "device":
-            seconds += self.waking(begin - self.free.get(resource, begin))
-        end = self.free[resource] = begin + seconds
+            seconds += self.waking(begin - self.free.get(server, begin))
+        end = self.free[server] = begin + seconds
         return end
 
 
@@ -99,15 +115,37 @@ class Graph:
     def emit(
         self, resource: Resource, kind: Kind, place: Place, seconds: float, after: tuple[float, ...], share: Share = WHOLE
     ) -> float:
-        step, unit, batch = place
         depends = tuple(sorted({int(index) for index in after if index >= 0}))
-        self.tasks.append(Task(len(self.tasks), kind, step, unit, batch, resource, 0, depends))
+        stage = server_of(resource, place.stage)[1]
+        self.tasks.append(Task(len(self.tasks), kind, place.step, place.unit, place.batch, resource, 0, depends, stage=stage))
         self.seconds.append(seconds)
         return len(self.tasks) - 1
 
 
 NOTHING = float("-inf")
 """The handle of what never had to be waited for."""
+
+
+def handing_on(layers: Sequence[UnitWork], pipeline: Pipeline, load: float, store: float) -> list[UnitWork]:
+    """The layers of a step, hidden states going down from the last of each stage and up to the first of the next; and both ways around the
+    host's attention there."""
+    found = list(layers)
+    for first in accumulate(pipeline.layers[:-1]):
+        found[first - 1] = _carrying(found[first - 1], load, store, down=True)
+        found[first] = _carrying(found[first], load, store, up=True)
+    return found
+
+
+def _carrying(unit: UnitWork, load: float, store: float, *, up: bool = False, down: bool = False) -> UnitWork:
+    works = (
+        replace(
+            work,
+            load_hidden=load if up or work.attend else work.load_hidden,
+            store_hidden=store if down or work.attend else work.store_hidden,
+        )
+        for work in unit.batches
+    )
+    return replace(unit, batches=tuple(works))
 
 
 def num_buffers(depth: int, host_attends: bool) -> int:

@@ -24,6 +24,7 @@ from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.host_cores import HostShare
 from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import Disk, MachineProfile
+from lmoffload_solver.pipeline import ALONE, Pipeline, splits
 from lmoffload_solver.value import Quality, Tier
 from lmoffload_solver.workload import Limits
 
@@ -132,7 +133,7 @@ class ChainSearch:
         if best is None:
             return None
         costs, prices = self.costs(best.candidate.assignment, best.candidate.num_micro_batches), self._prices(best.candidate)
-        for decision in self._placed(best.candidate, best.decision.kv, first_whole=True):
+        for decision in self._placed(best.candidate, best.decision.kv, best.decision.pipeline, first_whole=True):
             simulated = Simulation(self.job, costs, decision, prices).run(best.simulated.total_s * (1 - SAME))
             if simulated is not None:
                 best = ChainFound(decision, simulated, best.candidate)
@@ -182,7 +183,9 @@ class ChainSearch:
 
     # Whole plans
 
-    def decision(self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...]) -> Decision:
+    def decision(
+        self, candidate: ChainCandidate, homes: dict[str, Tier], kv: tuple[tuple[KVUnit, ...], ...], pipeline: Pipeline = ALONE
+    ) -> Decision:
         """The decision of a candidate and its placement; what neither reads nor attends needs no threads for it."""
         idle = not any(unit.home == "disk" or unit.host_attends for units in set(kv) for unit in units) and "disk" not in homes.values()
         idle &= not self.domain.terms.shares_cores
@@ -200,6 +203,7 @@ class ChainSearch:
             decode_products=candidate.products[1],
             threads=self.domain.terms.assignments[0 if idle else candidate.assignment],
             most_threads=self.domain.limits.threads,
+            pipeline=pipeline,
         )
 
     def rounded(self, candidate: ChainCandidate, program: ChainProgram, solution: ChainSolution) -> Iterator[tuple[float, Decision]]:
@@ -224,21 +228,40 @@ class ChainSearch:
         found = every_placement(self.model, candidate.num_micro_batches, tiers, places, others)
         if found is None:
             return None
-        decisions = (self.decision(candidate, homes, kv) for homes, kv in found)
+        pipelines = list(self._pipelines(candidate))
+        decisions = (self.decision(candidate, homes, kv, pipeline) for homes, kv in found for pipeline in pipelines)
         return [decision for decision in decisions if decision.host_attends == candidate.attends]
+
+    def _pipelines(self, candidate: ChainCandidate) -> Iterator[Pipeline]:
+        """Ways to split the layers among the accelerators."""
+        yield from (Pipeline(layers, candidate.waves) for layers in splits(self.model.num_layers, self.domain.num_devices))
 
     def _near(self, candidate: ChainCandidate, solution: ChainSolution) -> Iterator[Decision]:
         for kv in kv_placements(solution.kv, self.model.num_layers, candidate.num_micro_batches):
-            yield from self._placed(candidate, kv)
+            for pipeline in self._pipelines(candidate):
+                yield from self._placed(candidate, kv, pipeline)
 
-    def _placed(self, candidate: ChainCandidate, kv: tuple[tuple[KVUnit, ...], ...], *, first_whole: bool = False) -> Iterator[Decision]:
-        """Keys and values so placed, and as many weights as fit beside them."""
-        bare = self.decision(candidate, {}, kv)
-        left = {tier: self.memory.capacity[tier] - sum(named.values()) for tier, named in self.memory.parts_beside_weights(bare).items()}
-        if min(left.values()) >= 0:
-            rooms = self.domain.weight_rooms(candidate, left)
-            placements = self.domain.placer(candidate.formats).fill(rooms, bare.num_buffers, first_whole=first_whole)
-            yield from (self.decision(candidate, homes, kv) for homes in placements)
+    def _placed(
+        self, candidate: ChainCandidate, kv: tuple[tuple[KVUnit, ...], ...], pipeline: Pipeline, *, first_whole: bool = False
+    ) -> Iterator[Decision]:
+        """Keys and values so placed, and as many weights as fit beside them: of every accelerator on its own memory, and on its share of
+        the host's."""
+        bare = self.decision(candidate, {}, kv, pipeline)
+        beside = self.memory.parts_beside_weights(bare)
+        left = {tier: self.memory.capacity[tier] - sum(named.values()) for tier, named in beside.items()}
+        if min(left.values()) < 0:
+            return
+        placers = self.domain.placers(candidate.formats, pipeline)
+        total = sum(placer.num_bytes for placer in placers)
+        found = []
+        for stage, placer in enumerate(placers):
+            own = sum(self.memory.stage_beside_weights(bare, stage)["device"].values())
+            rooms = self.domain.weight_rooms(candidate, {**left, "device": self.memory.capacity["device"] - own})
+            part = rooms.shared(placer.num_bytes / total)
+            found.append(list(placer.fill(part, bare.num_buffers, first_whole=first_whole)))
+        for number in range(max(map(len, found)) if all(found) else 0):
+            homes = {name: tier for one in found for name, tier in one[min(number, len(one) - 1)].items()}
+            yield self.decision(candidate, homes, kv, pipeline)
 
     def _amounts(self, decision: Decision) -> tuple[float, ...]:
         """(bytes of layers and head on the host, on disk, shares of keys and values by place)."""

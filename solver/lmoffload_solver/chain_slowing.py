@@ -7,19 +7,21 @@ others cost a resource adds up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise, product
 from typing import TypeAlias, TypeVar
 
-from lmoffload_solver.chain_schedule import BatchWork, UnitWork
+from lmoffload_solver.chain_schedule import BatchWork, Server, UnitWork, server_of
 from lmoffload_solver.costs import Contention
+from lmoffload_solver.pipeline import ALONE, OWN, Pipeline
 from lmoffload_solver.value import Resource
 
 Slowdowns: TypeAlias = Mapping[tuple[Resource, Resource], Contention]
 
 Seconds: TypeAlias = dict[Resource, float]
 
+K = TypeVar("K", bound=Hashable)
 _Item = TypeVar("_Item")
 
 BATCH: dict[str, Resource] = {
@@ -43,34 +45,43 @@ IN_TURN = frozenset({("device", "host_attention")})
 """Pairs that never work at once between barriers."""
 
 
-def slowed(steps: list[list[UnitWork]], overlap: str, slowdowns: Slowdowns) -> list[list[UnitWork]]:
+def slowed(
+    steps: list[list[UnitWork]], overlap: str, slowdowns: Slowdowns, pipeline: Pipeline = ALONE
+) -> list[list[UnitWork]]:
     """The steps of a block, stretched."""
     if overlap == "none" or not slowdowns:
         return steps
     if overlap == "queues":
-        return [_step_slowed(step, slowdowns) for step in steps]
+        return [_step_slowed(step, slowdowns, pipeline) for step in steps]
     return _turns_slowed(steps, {pair: slow for pair, slow in slowdowns.items() if pair not in IN_TURN})
 
 
-def factors(alone: Seconds, slowdowns: Slowdowns) -> Seconds:
-    """How much longer the work of each resource takes where all of `alone` may be at once."""
-    more: Seconds = {}
+def factors(alone: Mapping[K, float], slowdowns: Slowdowns, resource_of: Callable[[K], Resource]) -> dict[K, float]:
+    """How much longer the work of each server takes where all of `alone` may be at once. resource_of: what a server is of."""
+    more: dict[K, float] = {}
     for (first, second), slow in slowdowns.items():
-        one, other = alone.get(first, 0.0), alone.get(second, 0.0)
-        if one and other:
+        servers = [[key for key, seconds in alone.items() if seconds and resource_of(key) == one] for one in (first, second)]
+        for here, there in combinations(servers[0], 2) if first == second else product(*servers):
+            one, other = alone[here], alone[there]
             both = slow.stretched(one, other)
-            more[first] = more.get(first, 0.0) + both[0] - one
-            more[second] = more.get(second, 0.0) + both[1] - other
-    return {resource: 1 + seconds / alone[resource] for resource, seconds in more.items()}
+            more[here] = more.get(here, 0.0) + both[0] - one
+            more[there] = more.get(there, 0.0) + both[1] - other
+    return {server: 1 + seconds / alone[server] for server, seconds in more.items()}
 
 
-def busy_of(units: Sequence[UnitWork]) -> Seconds:
-    """Seconds that each resource works in a step."""
-    busy: Seconds = {}
-    for unit, times in _counted(units):
-        _add(busy, unit, UNIT, times)
-        for batch, of_unit in _counted(unit.batches):
-            _add(busy, batch, BATCH, times * of_unit)
+def busy_of(units: Sequence[UnitWork], pipeline: Pipeline = ALONE) -> dict[Server, float]:
+    """Seconds that each server works in a step: a stage's weights move once for every wave."""
+    busy: dict[Server, float] = {}
+    for stage in range(pipeline.num_stages):
+        alone: Seconds = {}
+        here = pipeline.units_of(stage, len(units))
+        for unit, times in _counted(units[here.start : here.stop]):
+            _add(alone, unit, UNIT, times * len(pipeline.waves_of(len(unit.batches))))
+            for batch, of_unit in _counted(unit.batches):
+                _add(alone, batch, BATCH, times * of_unit)
+        for resource, seconds in alone.items():
+            server = server_of(resource, stage)
+            busy[server] = busy.get(server, 0.0) + seconds
     return busy
 
 
@@ -81,17 +92,23 @@ def _counted(items: Sequence[_Item]) -> Iterator[tuple[_Item, int]]:
         yield different[number], times
 
 
-def _step_slowed(step: list[UnitWork], slowdowns: Slowdowns) -> list[UnitWork]:
-    alone = busy_of(step)
-    found = factors(alone, slowdowns)
+def _step_slowed(step: list[UnitWork], slowdowns: Slowdowns, pipeline: Pipeline) -> list[UnitWork]:
+    if pipeline.waves == 1:  # stages take turns
+        slowdowns = {pair: slow for pair, slow in slowdowns.items() if pair != ("device", "device")}
+    found = factors(busy_of(step, pipeline), slowdowns, lambda server: server[0])
     if not found:
         return step
-    stretched: dict[int, UnitWork] = {}
-    for unit in step:
-        if id(unit) not in stretched:
-            scaled = {id(batch): _scaled(batch, found) for batch, _ in _counted(unit.batches)}
-            stretched[id(unit)] = _with_own(unit, found, [scaled[id(batch)] for batch in unit.batches])
-    return [stretched[id(unit)] for unit in step]
+    slow: list[UnitWork] = []
+    for stage in range(pipeline.num_stages):
+        here = {resource: factor for (resource, at), factor in found.items() if at == stage or resource not in OWN}
+        stretched: dict[int, UnitWork] = {}
+        places = pipeline.units_of(stage, len(step))
+        units = step[places.start : places.stop]
+        for unit, _ in _counted(units):
+            scaled = {id(batch): _scaled(batch, here) for batch, _ in _counted(unit.batches)}
+            stretched[id(unit)] = _with_own(unit, here, [scaled[id(batch)] for batch in unit.batches])
+        slow += [stretched[id(unit)] for unit in units]
+    return slow
 
 
 def _turns_slowed(steps: list[list[UnitWork]], slowdowns: Slowdowns) -> list[list[UnitWork]]:
@@ -108,7 +125,7 @@ def _turns_slowed(steps: list[list[UnitWork]], slowdowns: Slowdowns) -> list[lis
                 alone["device"] = alone.get("device", 0.0) + unit.dequantize
                 if number + 1 < len(flat):
                     _add(alone, flat[number + 1], {"read": "disk_read", "upload": "upload"})
-            found.append(factors(alone, slowdowns))
+            found.append(factors(alone, slowdowns, lambda resource: resource))
         turns.append(found)
         coming.append(found[0])
     slow = []

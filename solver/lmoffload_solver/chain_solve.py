@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.chain_domain import ChainCandidate
 from lmoffload_solver.chain_plan import Remarks, plan_of
 from lmoffload_solver.chain_program import GB, ChainProgram
@@ -11,6 +12,7 @@ from lmoffload_solver.chain_search import ChainFound, ChainSearch
 from lmoffload_solver.chain_solver import memory_prices, scaling_s, solve_program
 from lmoffload_solver.costs import disk_of
 from lmoffload_solver.decision import Job
+from lmoffload_solver.errors import StatedError
 from lmoffload_solver.loss import LossTable
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
@@ -39,9 +41,11 @@ def solve_chain(
     """The best plan for a job on a machine with a device.
 
     Raises:
-        StatedError: the profile lacks a disk or a rate.
+        StatedError: the profile lacks a disk or a rate, or there are more devices than layers.
     """
     begin = time.perf_counter()
+    if machine.accelerator is not None and machine.accelerator.count > model.num_layers:
+        raise StatedError(f"{model.name} has {model.num_layers} layers for {machine.accelerator.count} devices: name no more devices.")
     job, disk = Job(model, workload), disk_of(machine, file_system)
     search = ChainSearch(job, machine, disk, limits, workload.quality, begin + limits.solve_s, losses=losses)
     found = search.run()
@@ -85,8 +89,8 @@ def shadow_prices(search: ChainSearch, found: ChainFound) -> tuple[ShadowPrice, 
         for tier, seconds in memory_prices(solution).items()
     ]
     for resource, rate, seconds in (
-        ("upload", choices.upload_bytes_per_s, scaling_s(program, solution, "upload")),
-        ("disk_read", choices.read_bytes_per_s, scaling_s(program, solution, "disk_read")),
+        ("upload", search.domain.terms.upload_rate, scaling_s(program, solution, "upload")),
+        ("disk_read", choices.waves * choices.read_bytes_per_s, scaling_s(program, solution, "disk_read")),
     ):
         prices.append(ShadowPrice(resource=resource, unit="GB/s", gain_tokens_per_s=gain * seconds / rate * GB if rate else 0.0))
     return tuple(prices)
@@ -105,7 +109,7 @@ def shortage(search: ChainSearch) -> Infeasible:
     layer = float(max(domain.placer(formats).orders[0].largest_rest))
     on_device = min(layer, needed)
     lacks: dict[str, float] = {
-        "device memory": on_device - rooms["device"],
+        "device memory": on_device - rooms["device"] / domain.num_devices,
         "host memory": -rooms["host"],
         "weights memory": on_device - domain.weights_room(candidate),
     }
@@ -114,8 +118,12 @@ def shortage(search: ChainSearch) -> Infeasible:
         resource = "disk space"
         lacks[resource] = needed - max(0.0, rooms["device"]) - max(0.0, rooms["host"]) - rooms["disk"]
     lack = max(1, round(lacks[resource]))
+    device = search.machine.accelerator
+    emulating, rate = "--device-memory", ""
+    if isinstance(device, EmulatedDevice) and resource == "device memory" and domain.limits.device_memory_bytes is None:
+        emulating, rate = "--emulate-device", f"@{device.bytes_per_s / 1e6:g}MB/s"
     options: dict[str, tuple[str, float]] = {
-        "device memory": ("--device-memory", memory.capacity["device"]),
+        "device memory": (emulating, memory.capacity["device"]),
         "host memory": ("--host-memory", memory.capacity["host"]),
         "disk space": ("--disk-space", memory.capacity["disk"]),
         "weights memory": ("--weights-memory", memory.weights_capacity),
@@ -123,4 +131,5 @@ def shortage(search: ChainSearch) -> Infeasible:
     option, granted = options[resource]
     enough = round(granted) + lack
     cause = "shorter prompts would help too" if resource == "device memory" else "a looser --quality would help too"
-    return Infeasible(resource, lack, f"Give the plan at least {enough} bytes of {resource} ({option} {-(-enough // 2**20)}MiB); {cause}.")
+    enough_told = f"{option} {-(-enough // 2**20)}MiB{rate}"
+    return Infeasible(resource, lack, f"Give the plan at least {enough} bytes of {resource} ({enough_told}); {cause}.")

@@ -57,19 +57,27 @@ def scaling_s(program: ChainProgram, solution: ChainSolution, resource: str) -> 
         return np.array([duals.get(f"{family}.{name}", 0.0) for name in names])
 
     staged = sum(sizes[c] * share["disk"] for c, share in solution.weights.items())
+    nothing = np.zeros(len(names))
     if resource == "disk_read":
         rate = choices.read_bytes_per_s
         if not rate:
             return 0.0
         read = staged / rate + steps.read @ kv - np.where(steps.early, choices.early_bytes / rate, 0.0)
-        return max(0.0, float(prices("disk_read") @ read))
-    rate, slow = choices.upload_bytes_per_s, choices.contention
-    moved = staged + sum(sizes[c] * share["host"] for c, share in solution.weights.items())
-    up = moved / rate + steps.upload @ kv + steps.load_hidden - np.where(steps.early, choices.early_bytes / rate, 0.0)
-    outputs = steps.attend_upload @ kv
-    beside, share = slow.compute * (1 - 1 / slow.read), slow.read * (1 - 1 / slow.compute)
-    total = prices("upload") @ (up + beside * outputs) + prices("contended") @ (outputs + share * up)
-    total += (prices("host_attention") + prices("path") / steps.num_batches) @ outputs + prices("serial").sum() * moved / rate
+        scaling: dict[str, Array] = {"disk_read": read}
+        total = prices("disk_read") @ read
+    else:
+        rate, slow = choices.upload_bytes_per_s, choices.contention
+        moved = staged + sum(sizes[c] * share["host"] for c, share in solution.weights.items())
+        up = moved / rate + steps.upload @ kv + steps.load_hidden - np.where(steps.early, choices.early_bytes / rate, 0.0)
+        outputs = steps.attend_upload @ kv
+        scaling = {"upload": up, "host_attention": outputs}
+        beside, share = slow.compute * (1 - 1 / slow.read), slow.read * (1 - 1 / slow.compute)
+        total = prices("upload") @ (up + beside * outputs) + prices("contended") @ (outputs + share * up)
+        total += (prices("host_attention") + prices("path") / steps.num_batches) @ outputs + prices("serial").sum() * moved / rate
+    for (first, second), slow in choices.crowded.items():
+        one, other = scaling.get(first, nothing), scaling.get(second, nothing)
+        total += prices(f"{first}+{second}") @ (one + slow.compute * (1 - 1 / slow.read) * other)
+        total += prices(f"{second}+{first}") @ (other + slow.read * (1 - 1 / slow.compute) * one)
     return max(0.0, float(total))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lmoffload_solver import counting
-from lmoffload_solver.chain_schedule import BatchWork, UnitWork
+from lmoffload_solver.chain_schedule import BatchWork, UnitWork, handing_on
 from lmoffload_solver.decision import Decision, KVUnit
 from lmoffload_solver.formats import format_of
 from lmoffload_solver.model import ModelShape, TensorShape
@@ -65,7 +65,7 @@ def _step(model: ModelShape, decision: Decision, num_batches: int, *, decodes: b
         for layer in range(model.num_layers)
     ]
     head = UnitWork(None, *_weights(decision, (model.head,)), dequantize=0.0, batches=(BatchWork(compute=1.0),) * num_batches)
-    return [*units, *[head] * len(head_pieces(model, decision))]
+    return [*handing_on(units, decision.pipeline, 1.0, 1.0), *[head] * len(head_pieces(model, decision))]
 
 
 def _weights(decision: Decision, tensors: tuple[TensorShape, ...]) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from lmoffload_solver.decision import ChainBlock, Job, KVUnit
 from lmoffload_solver.device_costs import DeviceCosts
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.host_cores import HostCores, HostShare
+from lmoffload_solver.lengths import Amount
 from lmoffload_solver.machine import Disk, MachineProfile
 from lmoffload_solver.runtime import own_runtime
 from lmoffload_solver.value import TaskClass, TensorClass
@@ -93,6 +94,8 @@ class ChainTerms:
         """For every assignment the first that gives the device as much."""
         self.devices: tuple[int | None, ...] = tuple(sorted(set(self._same_device))) if self.shares_cores else (None,)
         """Assignments that differ in what they give the device, the most last; None: it has its own."""
+        self.num_devices = self.costs.num_devices
+        """Accelerators: what each does is counted as if work were split evenly, which no split is quicker than."""
         self.layers = Counter(job.kinds)
         blocks = [list(job.blocks(*pair)) for pair in pairs]
         ends = np.cumsum([0, *map(len, blocks)]).tolist()
@@ -103,7 +106,8 @@ class ChainTerms:
         self.numbers = [number for of_pair in blocks for number in range(len(of_pair))]
         self._most_streams = [pair[1] for pair, of_pair in zip(pairs, blocks, strict=True) for _ in of_pair]
         self.weight: Array = np.asarray(np.array([[step.weight] for step in job.steps]) * self.blocks.count)
-        self.upload_rate = self.costs.link_rate("upload", True)
+        self.upload_rate = self.num_devices * self.costs.link_rate("upload", True)
+        """Of all links."""
         self.contention = self.costs.contention.get(("upload", "host_attention"), Contention())
         """Of uploads and the host's attention, under every assignment of threads."""
         self.costs_with = cache(self._costs_with)
@@ -188,7 +192,11 @@ class ChainTerms:
                     found[row] += count * self.blocks.num_batches * prices.gain_s(layer, size, chosen, way)
                 else:
                     found[row] += count * prices.widening_s(layer, chosen)
-        return found
+        return np.asarray(found * self._device_share(costs))
+
+    def _device_share(self, costs: DeviceCosts) -> Amount:
+        """Of the time that one accelerator would take alone, what they take together."""
+        return costs.share.among_devices / self.num_devices
 
     def _steps(self, kv_format: str, assignment: int | None = None) -> StepTerms:
         """Steps × batches, hidden states on the host; `assignment` of `assignments`, None: the best of all for each resource."""
@@ -217,6 +225,12 @@ class ChainTerms:
                     hidden["largest"][row] = np.maximum(hidden["largest"][row], work.store_kv + work.store_hidden)
                 hidden["load"][row] += many * crossings * work.load_hidden
                 hidden["store"][row] += many * crossings * work.store_hidden
+        sums["device"] *= self._device_share(costs)
+        hidden["head"] *= self._device_share(costs)
+        moved: tuple[tuple[dict[str, Array], tuple[str, ...]], ...] = ((sums, ("upload", "store")), (hidden, ("load", "store")))
+        for amounts, names in moved:
+            for name in names:
+                amounts[name] /= self.num_devices
         base = sums["device"].min(axis=2)
         early = np.zeros(shape, dtype=bool)
         early[1:] = np.array([[step.weight <= 1] for step in self.job.steps[1:]], dtype=bool).reshape(-1, 1)
@@ -225,7 +239,8 @@ class ChainTerms:
             names,
             self.weight,
             early,
-            np.broadcast_to(times, shape),
+            # The steps of several accelerators overlap, so that a step takes no micro-batch's own way.
+            np.broadcast_to(times if self.num_devices == 1 else np.inf, shape),
             base + hidden["head"],
             sums["device"] - base[:, :, None],
             sums["upload"],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from lmoffload_solver.chain_schedule import BatchWork, Emit, Place, UnitWork
+from lmoffload_solver.chain_schedule import BatchWork, Emit, UnitWork
+from lmoffload_solver.pipeline import Place
 from lmoffload_solver.value import Kind, Resource
 
 Emission: TypeAlias = tuple[Resource, Kind, Place, float]
@@ -18,7 +19,7 @@ def serially(steps: Sequence[Sequence[UnitWork]], emit: Emit) -> Iterator[float]
         for place, unit in enumerate(step):
             tasks = list(_weights(number, place, unit))
             for batch, work in enumerate(unit.batches):
-                where: Place = (number, place, batch)
+                where = Place(number, place, batch)
                 widening = unit.dequantize if batch == 0 else 0.0
                 tasks += (*_loads(where, work), *_load_hidden(where, work), *_computing(where, work, widening), *_stores(where, work))
             for resource, kind, at, seconds in tasks:
@@ -52,7 +53,7 @@ class Turns:
             if batch == 0:
                 self.weights(number + 1)
             step, place, unit = self.units[number]
-            where, work = (step, place, batch), unit.batches[batch]
+            where, work = Place(step, place, batch), unit.batches[batch]
             tasks = list(_computing(where, work, unit.dequantize if batch == 0 else 0.0))
             if len(unit.batches) == 1:
                 tasks = [*_loads(where, work), *_load_hidden(where, work), *tasks, *_store_hidden(where, work)]
@@ -83,7 +84,7 @@ class Turns:
         if number >= len(self.units):
             return
         step, place, unit = self.units[number]
-        where = (step, place, None)
+        where = Place(step, place, None)
         pieces = TURN_PIECES if unit.read and unit.upload else 1
         for piece in range(pieces):
             before = self.barrier
@@ -100,7 +101,7 @@ class Turns:
         number, batch = self.uses[use]
         step, place, unit = self.units[number]
         if len(unit.batches) > 1:
-            where, work = (step, place, batch), unit.batches[batch]
+            where, work = Place(step, place, batch), unit.batches[batch]
             self.chain(list(_loads(where, work)), after)
             self.chain(list(_load_hidden(where, work)), after)
 
@@ -110,7 +111,7 @@ class Turns:
             return ()
         number, batch = self.uses[use]
         step, place, unit = self.units[number]
-        where, work = (step, place, batch), unit.batches[batch]
+        where, work = Place(step, place, batch), unit.batches[batch]
         tasks = [*_stores(where, work)]
         if len(unit.batches) == 1:
             tasks = [task for task in tasks if task[1] != "store_hidden"]
@@ -124,7 +125,7 @@ TURN_PIECES = 4
 
 
 def _weights(step: int, place: int, unit: UnitWork) -> Iterator[Emission]:
-    where = (step, place, None)
+    where = Place(step, place, None)
     yield "disk_read", "read_weights", where, unit.read
     yield "upload", "upload_weights", where, unit.upload
 

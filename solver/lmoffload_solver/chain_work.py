@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from lmoffload_solver.chain_prices import BatchPrices, Part
-from lmoffload_solver.chain_schedule import BatchWork, UnitWork
+from lmoffload_solver.chain_schedule import BatchWork, UnitWork, handing_on
 from lmoffload_solver.chain_slowing import slowed
 from lmoffload_solver.chain_tasks import head_pieces
 from lmoffload_solver.decision import ChainBlock, Decision, Job, KVUnit, StepSize
@@ -30,7 +30,8 @@ class ChainWork:
 
     def block(self, block: ChainBlock) -> list[list[UnitWork]]:
         """The sampled steps of a block, tasks that slow each other stretched."""
-        return slowed([self.step(block, step.step) for step in self.steps], self.runtime.overlap, self.costs.contention)
+        steps = [self.step(block, step.step) for step in self.steps]
+        return slowed(steps, self.runtime.overlap, self.costs.contention, self.decision.pipeline)
 
     def step(self, block: ChainBlock, step: int) -> list[UnitWork]:
         """The units of one step: each layer or half of one, and the output head or its pieces. Equal units are one object."""
@@ -41,7 +42,8 @@ class ChainWork:
         if self.costs.processing.keeps_ends:
             layers[0] = _replaced(layers[0], load_hidden=0.0)
             layers[-1] = _replaced(layers[-1], store_hidden=0.0)
-        return [*layers, *self._heads(block, size)]
+        up, down = float(self.prices.load_hidden_s(size)), float(self.prices.store_hidden_s(size))
+        return [*handing_on(layers, self.decision.pipeline, up, down), *self._heads(block, size)]
 
     def _kinds(self, num_batches: int) -> tuple[list[tuple[int, Part, tuple[int, int], tuple[KVUnit, ...]]], list[int]]:
         """The different units of a step, each by the first like it, and for every unit the number of its kind."""

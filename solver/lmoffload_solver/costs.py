@@ -239,12 +239,14 @@ class LayerKind:
     """Of each linear layer."""
     elementwise_bytes: int
     """Per token."""
+    few_tokens: int
+    """So many are computed without Python."""
 
     @staticmethod
     def of(model: ModelShape, layer: int) -> LayerKind:
         """The kind of one layer of a model."""
         products = tuple(Product.of(model, tensor) for tensor in counting.layer_matrices(model, layer))
-        return LayerKind(model.layers[layer], products, counting.elementwise_bytes(model, layer, 1))
+        return LayerKind(model.layers[layer], products, counting.elementwise_bytes(model, layer, 1), counting.few_tokens(model))
 
 
 class MachineCosts:
@@ -275,10 +277,11 @@ class MachineCosts:
             seconds.append(calls * (call + self.linear.seconds(kernel, product.format, product.n, product.k, rows)))
         return seconds
 
-    def rest_seconds(self, kind: LayerKind, tokens: Array) -> Array:
-        """Seconds of a decoder layer outside its linear layers and its attention."""
+    def rest_seconds(self, kind: LayerKind, tokens: Array, *, cut: bool = False) -> Array:
+        """Seconds of a decoder layer, `cut` at its matrices or whole, outside its linear layers and its attention."""
         overheads = self.machine.overheads
-        return np.asarray(overheads.layer_s + overheads.elementwise_s(kind.elementwise_bytes * tokens))
+        by_python = np.where((tokens > kind.few_tokens) | cut, overheads.python_layer_s, 0.0)
+        return np.asarray(overheads.layer_s + by_python + overheads.elementwise_s(kind.elementwise_bytes * tokens))
 
     def head_seconds(self, model: ModelShape, kernel: str, rows: Array) -> Array:
         """Seconds of the output head over one token of each of `rows` sequences, its hand-over to the pool left out."""

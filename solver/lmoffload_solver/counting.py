@@ -18,6 +18,9 @@ from lmoffload_solver.value import TensorClass
 
 Array = npt.NDArray[np.float64]
 
+FEW_NUMBERS = 1 << 17
+"""Numbers of hidden states up to which a layer's work is recorded (`lmoffload.modeling.recorder`)."""
+
 ACTIVATION_BYTES = 4
 """Bytes of one fp32 activation."""
 
@@ -50,6 +53,11 @@ NEWEST_FORMAT = "bf16"
 
 
 # Weights
+
+
+def few_tokens(model: ModelShape) -> int:
+    """Tokens up to which a layer's work is recorded, and done again without Python; none in layers of experts."""
+    return 0 if model.experts_per_token else FEW_NUMBERS // model.hidden_size
 
 
 def tensor_bytes(tensor: TensorShape, format_name: str | None = None) -> int:

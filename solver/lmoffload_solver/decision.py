@@ -16,6 +16,7 @@ from lmoffload_solver.chain_schedule import num_buffers
 from lmoffload_solver.costs import LayerKind
 from lmoffload_solver.lengths import Amount, Lengths
 from lmoffload_solver.model import ModelShape, TensorShape
+from lmoffload_solver.pipeline import ALONE, Pipeline
 from lmoffload_solver.runtime import Runtime
 from lmoffload_solver.value import TaskClass, TensorClass, Tier
 from lmoffload_solver.workload import Workload
@@ -62,6 +63,8 @@ class Decision:
     """Of each class of tasks on the host; empty: what the runtime's libraries take, at the profile's rates."""
     most_threads: int | None = None
     """What the user grants of the host's cores, which the threads share."""
+    pipeline: Pipeline = ALONE
+    """Layers by accelerator, and waves."""
 
     def products(self, step: int) -> Products:
         """How the products of a step take quantized weights."""

@@ -48,6 +48,7 @@ class DeviceCosts:
             raise StatedError(f"The machine profile {machine.name!r} has no accelerator.")
         self.machine, self.disk, self.runtime = machine, disk, runtime
         self.share = share or HostShare()
+        self.num_devices = machine.accelerator.count
         self.processing: Processing
         if isinstance(machine.accelerator, EmulatedDevice):
             self.processing = CurvesProcessing(machine, disk, self.share.compute_threads, self.share.attention_threads)
@@ -62,6 +63,9 @@ class DeviceCosts:
         found = {pair: Contention.of(self.machine, *pair) for pair in PAIRS}
         if self.share.crowding > 1:
             found["device", "host_attention"] = Contention.clamped(self.share.crowding, self.share.crowding)
+        if self.share.among_devices > 1:
+            each = 1 + (self.share.among_devices - 1) / (self.num_devices - 1)
+            found["device", "device"] = Contention.clamped(each, each)
         return {pair: slow for pair, slow in found.items() if slow != Contention()}
 
     @cached_property

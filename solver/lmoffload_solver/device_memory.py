@@ -7,7 +7,7 @@ logits take the maximum. The peak is that of the first, largest block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf
@@ -21,6 +21,7 @@ from lmoffload_solver.formats import QUANTIZED
 from lmoffload_solver.lengths import Amount
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import LayerShape, ModelShape, TensorShape
+from lmoffload_solver.pipeline import Pipeline
 from lmoffload_solver.roofline_processing import DEVICE_ACTIVATION_BYTES, kv_bytes, kv_elements
 from lmoffload_solver.value import TensorClass, Tier
 from lmoffload_solver.workload import Limits
@@ -65,6 +66,7 @@ class ChainMemory:
     def __init__(self, job: Job, machine: MachineProfile, limits: Limits) -> None:
         self.job, self.machine, self.model = job, machine, job.model
         assert machine.accelerator is not None
+        self.num_devices = machine.accelerator.count
         self.reserved = machine.accelerator.reserved_bytes if isinstance(machine.accelerator, Accelerator) else 0
         device, host = machine.accelerator.memory_bytes, machine.host.memory_usable_bytes
         self.capacity: dict[Tier, int] = {
@@ -73,7 +75,7 @@ class ChainMemory:
             "disk": machine.disks[0].free_bytes if limits.disk_space_bytes is None else limits.disk_space_bytes,
         }
         self.weights_capacity = _granted(limits, counting.weights_bytes(self.model))
-        """For homes and buffers of weights on device and host together."""
+        """For homes and buffers of weights on devices and host together."""
         tokens = job.longest + job.gen_len
         self._largest_kv = max(kv_elements(shape, counting.kv_tokens(shape, tokens)) for shape in self.model.layers)
         self.widened = cache(self._widened_weights)
@@ -122,53 +124,87 @@ class ChainMemory:
             "work": self.work_bytes(rows, eager=eager),
             "widened": DEVICE_ACTIVATION_BYTES * (widened + widened_kv),
         }
-        return Transients(device, {"base": self.machine.base_bytes, "hidden": 0 if on_device else self.hidden_bytes(block)})
+        return Transients(device, {"base": self.machine.base_bytes, "hidden": self.parked_bytes(block, hidden)})
+
+    def parked_bytes(self, block: Amount, hidden: Tier) -> Amount:
+        """Hidden states on the host: at home there, or on their way between accelerators."""
+        return 0 if hidden == "device" and self.num_devices == 1 else self.hidden_bytes(block)
 
     def parts(self, decision: Decision) -> dict[Tier, dict[str, int]]:
-        """The named parts of the peak of each tier."""
-        parts = self.parts_beside_weights(decision)
+        """The named parts of the peak of each tier; the device's are those of the fullest accelerator."""
+        return self._together(decision, [self._stage(decision, stage) for stage in range(decision.pipeline.num_stages)])
+
+    def parts_beside_weights(self, decision: Decision) -> dict[Tier, dict[str, int]]:
+        """The same but for homes and buffers of weights, which need not be placed yet."""
+        return self._together(decision, [self.stage_beside_weights(decision, stage) for stage in range(decision.pipeline.num_stages)])
+
+    def stage_beside_weights(self, decision: Decision, stage: int) -> dict[Tier, dict[str, int]]:
+        """What one accelerator has in each tier, but for weights; what its host has for all is left out."""
+        kv, buffers = self._kv(decision, decision.pipeline.layers_of(stage, self.model.num_layers))
+        amounts: dict[Tier, dict[str, Amount]] = {
+            "device": {**self._transients_of(decision).device, "kv buffers": buffers["device"], "kv": kv["device"]},
+            "host": {"kv buffers": buffers["host"], "kv": kv["host"]},
+            "disk": {"kv": kv["disk"]},
+        }
+        return {tier: _rounded(named) for tier, named in amounts.items()}
+
+    def _stage(self, decision: Decision, stage: int) -> dict[Tier, dict[str, int]]:
+        parts = self.stage_beside_weights(decision, stage)
+        groups = self.groups_of(decision.pipeline, stage)
         homes: Counter[Tier] = Counter()
-        for tensor in self.model.tensors:
-            if tensor.is_matrix:
-                homes[decision.homes[tensor.name]] += self._room_of(tensor, decision)
-        streamed, staged = self.largest_streams(decision)
+        for tensor in (tensor for group in groups for tensor in group):
+            homes[decision.homes[tensor.name]] += self._room_of(tensor, decision)
         for tier, named in parts.items():
             named["weights"] = homes[tier]
+        streamed, staged = self.largest_streams(decision, stage)
         parts["device"]["weight buffers"] = decision.num_buffers * streamed
         parts["host"]["weight buffers"] = decision.num_buffers * staged
         return parts
 
-    def parts_beside_weights(self, decision: Decision) -> dict[Tier, dict[str, int]]:
-        """The same but for homes and buffers of weights, which need not be placed yet."""
+    def _together(self, decision: Decision, stages: Sequence[dict[Tier, dict[str, int]]]) -> dict[Tier, dict[str, int]]:
+        host, disk = (Counter[str](), Counter[str]())
+        for stage in stages:
+            host.update(stage["host"])
+            disk.update(stage["disk"])
+        fullest = max((stage["device"] for stage in stages), key=lambda named: sum(named.values()))
+        return {"device": fullest, "host": {**_rounded(self._transients_of(decision).host), **host}, "disk": dict(disk)}
+
+    def _transients_of(self, decision: Decision) -> Transients:
         eager = decision.runtime.attending == "eager"
-        widened = self.widened_by(decision)
-        transients = self.transients(*self.rows(decision), decision.hidden, decision.kv_format, widened, eager=eager)
-        kv, buffers = self._kv(decision)
-        amounts: dict[Tier, dict[str, Amount]] = {
-            "device": {**transients.device, "kv buffers": buffers["device"], "kv": kv["device"]},
-            "host": {**transients.host, "kv buffers": buffers["host"], "kv": kv["host"]},
-            "disk": {"kv": kv["disk"]},
-        }
-        return {tier: {name: round(amount) for name, amount in named.items()} for tier, named in amounts.items()}
+        return self.transients(*self.rows(decision), decision.hidden, decision.kv_format, self.widened_by(decision), eager=eager)
+
+    def groups_of(self, pipeline: Pipeline, stage: int) -> list[list[TensorShape]]:
+        """The matrices that a stage has: of each of its layers, and what belongs to no layer at the last stage, the output head first."""
+        layers = pipeline.layers_of(stage, self.model.num_layers)
+        groups = [list(counting.layer_matrices(self.model, layer)) for layer in layers]
+        if stage == pipeline.num_stages - 1:
+            head = self.model.head
+            others = [t for t in self.model.tensors if t.is_matrix and t.layer is None and t.name != head.name]
+            groups.append([head, *others])
+        return groups
 
     def peaks(self, decision: Decision) -> dict[Tier, int]:
-        """Bytes of each tier at the peak."""
+        """Bytes of each tier at the peak; of the device's, the fullest accelerator's."""
         return {tier: sum(parts.values()) for tier, parts in self.parts(decision).items()}
 
     def fits(self, decision: Decision) -> bool:
         """Whether every tier holds its peak, and weights are within their limit."""
-        parts = self.parts(decision)
-        within = all(sum(named.values()) <= self.capacity[tier] for tier, named in parts.items())
-        return within and self.weights_memory(parts) <= self.weights_capacity
+        within = all(size <= self.capacity[tier] for tier, size in self.peaks(decision).items())
+        return within and self.weights_memory(decision) <= self.weights_capacity
 
-    def weights_memory(self, parts: dict[Tier, dict[str, int]]) -> int:
-        """Bytes of weights on device and host: homes, buffers and vectors."""
-        return sum(parts[tier]["weights"] + parts[tier]["weight buffers"] for tier in ("device", "host")) + self.vectors
+    def weights_memory(self, decision: Decision) -> int:
+        """Bytes of weights on devices and host: homes, buffers and vectors."""
+        stages = [self._stage(decision, stage) for stage in range(decision.pipeline.num_stages)]
+        tiers: tuple[Tier, ...] = ("device", "host")
+        return sum(parts[tier]["weights"] + parts[tier]["weight buffers"] for parts in stages for tier in tiers) + self.vectors
 
-    def largest_streams(self, decision: Decision) -> tuple[int, int]:
-        """Bytes of the largest layer (or head) that (goes up, comes from disk)."""
-        sizes = [self._streams(counting.layer_matrices(self.model, layer), decision) for layer in range(self.model.num_layers)]
-        sizes.append(self._head_streams(decision))
+    def largest_streams(self, decision: Decision, stage: int = 0) -> tuple[int, int]:
+        """Bytes of the largest layer (or head) of a stage that (goes up, comes from disk)."""
+        pipeline = decision.pipeline
+        layers = pipeline.layers_of(stage, self.model.num_layers)
+        sizes = [self._streams(counting.layer_matrices(self.model, layer), decision) for layer in layers]
+        if stage == pipeline.num_stages - 1:
+            sizes.append(self._head_streams(decision))
         return max(size for size, _ in sizes), max(size for _, size in sizes)
 
     def _streams(self, tensors: Sequence[TensorShape], decision: Decision) -> tuple[int, int]:
@@ -198,13 +234,14 @@ class ChainMemory:
             largest = max(largest, sum(sizes) if whole else max(sizes, default=0))
         return largest
 
-    def _kv(self, decision: Decision) -> tuple[dict[Tier, float], dict[Tier, float]]:
-        """Homes of keys and values of the first block, and buffers of what is on its way, per tier."""
+    def _kv(self, decision: Decision, layers_here: range) -> tuple[dict[Tier, float], dict[Tier, float]]:
+        """Homes of some layers' keys and values of the first block, and buffers of what is on its way, per tier."""
         rows, block = self.rows(decision)
         homes: dict[Tier, float] = {"device": 0.0, "host": 0.0, "disk": 0.0}
         buffers: dict[Tier, float] = {"device": 0.0, "host": 0.0}
         needed = self.kv_buffers(rows, decision.kv_format)
-        for (shape, units), layers in Counter(zip(self.model.layers, decision.kv, strict=True)).items():
+        here = slice(layers_here.start, layers_here.stop)
+        for (shape, units), layers in Counter(zip(self.model.layers[here], decision.kv[here], strict=True)).items():
             one = self._kv_bytes(shape, decision.kv_format, self.job.gen_len)
             for number, unit in enumerate(units):
                 homes[unit.home] += layers * max(0, min(rows, block - number * rows)) * one
@@ -212,6 +249,10 @@ class ChainMemory:
                 for tier, size in needed.of(unit).items():
                     buffers[tier] = max(buffers[tier], size)
         return homes, buffers
+
+
+def _rounded(amounts: Mapping[str, Amount]) -> dict[str, int]:
+    return {name: round(amount) for name, amount in amounts.items()}
 
 
 def work_bytes(model: ModelShape, rows: Amount, length: int, *, eager: bool) -> Amount:

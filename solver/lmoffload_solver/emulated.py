@@ -25,14 +25,14 @@ def emulated(profile: MachineProfile, device: EmulatedDevice) -> MachineProfile:
     """
     if profile.accelerator is not None:
         raise StatedError(f"The machine {profile.name!r} has a device; name one without to emulate a device on it.")
-    left = profile.host.memory_usable_bytes - device.memory_bytes
+    size = device.count * device.memory_bytes
+    left = profile.host.memory_usable_bytes - size
     if left <= profile.base_bytes:
-        size = device.memory_bytes
         raise StatedError(f"An emulated device of {size} bytes leaves {max(0, left)} bytes to the process; emulate a smaller one.")
-    copying = copy_rate(profile)
+    copying, times = copy_rate(profile), f"{device.count} x " if device.count > 1 else ""
     return profile.model_copy(
         update={
-            "name": f"{profile.name}, emulating {device.memory_bytes} bytes at {device.bytes_per_s:g} bytes/s",
+            "name": f"{profile.name}, emulating {times}{device.memory_bytes} bytes at {device.bytes_per_s:g} bytes/s",
             "host": profile.host.model_copy(update={"memory_usable_bytes": left}),
             "accelerator": device,
             "links": links_of(device, copying, profile.overheads.handover_s or 0.0),
@@ -46,8 +46,9 @@ def bare(profile: MachineProfile, limits: Limits) -> tuple[MachineProfile, Limit
     device = profile.accelerator
     if not isinstance(device, EmulatedDevice):
         return profile, limits
-    usable = profile.host.memory_usable_bytes + device.memory_bytes
-    granted = None if limits.host_memory_bytes is None else limits.host_memory_bytes + device.memory_bytes
+    size = device.count * device.memory_bytes
+    usable = profile.host.memory_usable_bytes + size
+    granted = None if limits.host_memory_bytes is None else limits.host_memory_bytes + size
     host = profile.host.model_copy(update={"memory_usable_bytes": usable})
     changes = {"host_memory_bytes": granted, "emulated_device": None, "device_memory_bytes": None}
     return profile.model_copy(update={"accelerator": None, "links": (), "host": host}), limits.model_copy(update=changes)

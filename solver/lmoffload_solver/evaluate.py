@@ -283,13 +283,13 @@ class Evaluator:
         return StepWork(tuple(r * read_scale for r in reads), tuple(c * compute_scale for c in compute), (read_scale, compute_scale))
 
     def _steps_of(self, candidate: Candidate, block: Block) -> tuple[StepSeconds, ...]:
-        threads, size = candidate.threads, candidate.micro_batch
-        prefill = self.block_steps(threads, block, size, "prefill", candidate.prefill_kernel, candidate.prefill_chunk)
-        decode = self.block_steps(threads, block, size, "decode", candidate.decode_kernel, None)
+        threads, size, cut = candidate.threads, candidate.micro_batch, candidate.stream == "matrix"
+        prefill = self.block_steps(threads, block, size, "prefill", candidate.prefill_kernel, candidate.prefill_chunk, cut)
+        decode = self.block_steps(threads, block, size, "decode", candidate.decode_kernel, None, cut)
         return (*prefill, *decode)
 
     def _block_steps(
-        self, threads: int, block: Block, micro_batch: int, phase: Phase, kernel: str, prefill_chunk: int | None
+        self, threads: int, block: Block, micro_batch: int, phase: Phase, kernel: str, prefill_chunk: int | None, cut: bool
     ) -> tuple[StepSeconds, ...]:
-        return self.job(threads).steps_seconds(block, micro_batch, phase, kernel, prefill_chunk)
+        return self.job(threads).steps_seconds(block, micro_batch, phase, kernel, prefill_chunk, cut=cut)
 

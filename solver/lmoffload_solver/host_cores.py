@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, product
+from statistics import fmean
 
 from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.lengths import Amount
@@ -54,6 +55,8 @@ class HostShare:
     """Of the host's attention on such a machine."""
     crowding: float = 1.0
     """There, threads of both over cores: how much they slow each other."""
+    among_devices: float = 1.0
+    """There, how many times as long several devices take that all compute at once."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ class HostCores:
     """Speed of attention with all cores of the machine, as the profile's rates were taken."""
     device_threads: tuple[int, ...] = ()
     """What a device that computes on these cores may have of them, as measured; empty where it has its own."""
+    device_speed: Speedup = Speedup()
+    """Of products there."""
+    num_devices: int = 1
 
     @staticmethod
     def of(machine: MachineProfile, disk: Disk, threads: int | None = None) -> HostCores:
@@ -92,7 +98,8 @@ class HostCores:
             rate = max(read.bytes_per_s.y)
             if rate > max(reading.values(), default=0.0):
                 reading[read.threads] = rate
-        return HostCores(granted, per_node, attention, reading, attention.at(whole), device_threads)
+        count = 1 if machine.accelerator is None else machine.accelerator.count
+        return HostCores(granted, per_node, attention, reading, attention.at(whole), device_threads, _product_speed(machine), count)
 
     def streams(self, threads: int, most_streams: int) -> tuple[int, int]:
         """(streams, threads of each) that make most of `threads`; of equals the fewest streams."""
@@ -130,12 +137,30 @@ class HostCores:
         if self.device_threads:
             computing, attending = threads["compute"], threads["host_attention"]
             reads = max((rate for count, rate in self.reading.items() if count <= threads["disk_io"]), default=0.0)
-            return HostShare(1.0, reads, computing, attending, max(1.0, (computing + attending) / self.cores))
+            all_devices = self.num_devices * computing
+            among = self.num_devices * self.device_speed.at(computing) / self.device_speed.at(min(all_devices, max(computing, self.cores)))
+            crowding = max(1.0, (all_devices + attending) / self.cores)
+            return HostShare(1.0, reads, computing, attending, crowding, max(1.0, among))
         attention = self.attention_share(threads["host_attention"], most_streams)
         classes = sum(threads.values())
         crowded = min(1.0, self.cores / classes)
         reading = [rate for count, rate in self.reading.items() if count <= threads.get("disk_io", 0)]
         return HostShare(attention * crowded, max(reading, default=0.0))
+
+
+def _product_speed(machine: MachineProfile) -> Speedup:
+    """Of products with few rows and with many, the mean over all that were measured with every number of threads."""
+    rates: dict[int, dict[tuple[str, str, int, int], tuple[float, float]]] = {}
+    for curve in machine.linear:
+        of = rates.setdefault(curve.threads, {})
+        of[curve.kernel, curve.format, curve.n, curve.k] = curve.flops_per_s.y[0], curve.flops_per_s.y[-1]
+    alike = set.intersection(*(set(one) for one in rates.values())) if rates else set()
+    if len(rates) < 2 or not alike:
+        return Speedup({1: 1.0}) if len(rates) == 1 else Speedup()
+    one = rates[min(rates)]
+    return Speedup({
+        threads: fmean(fast / slow for key in alike for fast, slow in zip(of[key], one[key], strict=True)) for threads, of in rates.items()
+    })
 
 
 def _device_threads(machine: MachineProfile, cores: int) -> tuple[int, ...]:

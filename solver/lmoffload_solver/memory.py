@@ -44,6 +44,9 @@ LAYER_OBJECT_BYTES = 160 * 2**10
 TOKENIZER_BYTES_PER_TOKEN = 512
 """Vocabulary and merges of a tokenizer, per entry."""
 
+RECORDED_SIZES = 2
+"""Numbers of tokens whose recorded work is kept."""
+
 SAMPLING_COPIES = 6
 """fp32-sized copies of one sequence's logits while it is sampled: scaled, sorted with 8-byte indices, probabilities, running sums."""
 
@@ -122,6 +125,7 @@ class JobMemory:
             "vectors": self.vectors_bytes,
             "kv": self.kv.host_bytes(micro_batch, block_rows, kv_on_disk),
             "tiles": threads * self.tile_bytes,
+            "records": 0 if layers_cut else self.record_bytes(counting.padded(max(int(self._tokens[rows]), rows), multiple)),
         }
         first, carried = counting.padded(int(self._tokens[rows]), multiple), 0
         kept = (first, tokens + multiple * chunks) if self._scored else (rows, block_rows)
@@ -156,6 +160,12 @@ class JobMemory:
         MLP: normed copies 2·hidden; gate (or gate and up in one), its activation, and up or their product: widest + 2·intermediate;
         experts: see `_experts`."""
         return ACTIVATION_BYTES * tokens * max(self._attention, self._mlp)
+
+    def record_bytes(self, most_tokens: int) -> int:
+        """What recorded work of layers keeps between steps (`lmoffload.modeling.recorder`), for the numbers of tokens used last among
+        few: input, attention and MLP of a layer, as in `layer_bytes`, none of which takes the place of another."""
+        tokens = min(most_tokens, counting.few_tokens(self.model))
+        return RECORDED_SIZES * ACTIVATION_BYTES * tokens * (2 * self.model.hidden_size + self._attention + self._mlp)
 
     def head_bytes(self, tokens: int, rows: int, block_rows: int, head_streams: bool) -> int:
         """Final norm over all tokens (2·hidden); logits, two more copies of those of a micro-batch (a piece's as computed, the check for

@@ -35,6 +35,8 @@ class AttentionPlace(Value):
     """Of the (layer, micro-batch) units of keys and values, those that the host attends to in decode."""
     host: tuple[tuple[int, int], ...] = ()
     """Those units, where a device attends to the others."""
+    streams: Annotated[int, Field(gt=0, le=MOST_THREADS)] = 1
+    """Of the host's attention beside a device, its threads shared out equally among them."""
 
 
 class TensorPlan(Value):
@@ -149,6 +151,11 @@ class Plan(Value):
     none before it ends. Results are the same, and so is the work where all completions are equally long."""
     stream: Literal["layer", "matrix"] = "layer"
     """What streams at once: all streamed matrices of a layer, or each alone: smaller buffers, more switches."""
+    layers_per_device: tuple[Annotated[int, Field(gt=0)], ...] = ()
+    """Of each accelerator, in order, where there are several; the output head is the last one's. What a prediction or a report says of the
+    tier "device", or of a resource that each has, is of the fullest, and of the busiest."""
+    waves: Annotated[int, Field(gt=0, le=MOST_PROMPTS)] = 1
+    """Into which a block's micro-batches are cut, to follow one another through several accelerators."""
     runtime: Runtime | None = None
     """The traits of another system, whose policy this is; None: lmoffload's own."""
     loss: float | None = None

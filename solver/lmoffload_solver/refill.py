@@ -45,7 +45,7 @@ def refill_places(model: ModelShape, job: JobCosts, disk: DiskCosts, plan: Plan)
         job: priced at the plan's threads.
     """
     block = blocks_of(job.lengths, plan.micro_batch * plan.num_micro_batches)[0]
-    decode = job.steps_seconds(block, plan.micro_batch, "decode", plan.kernels.decode)
+    decode = job.steps_seconds(block, plan.micro_batch, "decode", plan.kernels.decode, cut=plan.stream == "matrix")
     if not decode:
         return plan.micro_batch
     reads = [[piece.num_bytes for piece in unit.streamed] for unit in units_of(model, plan) if unit.streamed]

@@ -85,6 +85,8 @@ class Task:
     """Ring buffer that the task fills (read_weights) or uses (compute)."""
     kv_slot: int | None = None
     """Staging buffer that the task fills (load_kv), uses (compute) or empties (store_kv)."""
+    stage: int = 0
+    """Accelerator whose resource it is, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)

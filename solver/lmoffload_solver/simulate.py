@@ -49,13 +49,14 @@ class StagedStep:
 
 def walk(tasks: Iterable[Task], seconds: Callable[[Task], float]) -> list[Timed]:
     """Begin and end of each task when its resource takes tasks in graph order."""
-    free: dict[Resource, float] = {}
+    free: dict[tuple[Resource, int], float] = {}
     ends: list[float] = []
     timeline = []
     for task in tasks:
-        begin = max([free.get(task.resource, 0.0), *(ends[index] for index in task.depends_on)])
+        server = task.resource, task.stage
+        begin = max([free.get(server, 0.0), *(ends[index] for index in task.depends_on)])
         end = begin + seconds(task)
-        free[task.resource] = end
+        free[server] = end
         ends.append(end)
         timeline.append(Timed(task, begin, end))
     return timeline

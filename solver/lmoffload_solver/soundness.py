@@ -25,7 +25,8 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     if on_device(plan) and plan.limits.emulated_device is None:
         return  # nothing runs it
     rules = (
-        _formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan), _cache(model, plan), _refill(plan), _threads(plan),
+        _formats(model, plan), _tensors(kept, plan), _bytes(kept, plan), _places(plan, model.num_layers),
+        _cache(model, plan), _refill(plan), _threads(plan),
     )  # fmt: skip
     for problem in chain.from_iterable(rules):  # those after the first need not make sense any more
         raise StatedError(f"The plan does not hold on the model {model.name!r}: {problem}; make a new plan.")
@@ -71,10 +72,10 @@ def _bytes(model: ModelShape, plan: Plan) -> Iterator[str]:
             yield f"its tensors on the {tier} take {counted} bytes where the plan has {planned}"
 
 
-def _places(plan: Plan) -> Iterator[str]:
+def _places(plan: Plan, num_layers: int) -> Iterator[str]:
     """Computing is done where the compute tier is; a device leaves decode's attention to some keys and values to the host."""
     if on_device(plan):
-        yield from _device_places(plan)
+        yield from _device_places(plan, num_layers)
         return
     places = {"prefill's attention": plan.attention.prefill, "decode's attention": plan.attention.decode, "hidden states": plan.hidden.tier}
     for what, tier in places.items():
@@ -108,7 +109,15 @@ def _tiers(plan: Plan) -> tuple[Tier, ...]:
     return ("device", "host", "disk") if on_device(plan) else ("host", "disk")
 
 
-def _device_places(plan: Plan) -> Iterator[str]:
+def _device_places(plan: Plan, num_layers: int) -> Iterator[str]:
+    device = plan.limits.emulated_device
+    count = 1 if device is None else device.count
+    if len(plan.layers_per_device) != (count if count > 1 else 0):
+        yield f"it splits layers among {len(plan.layers_per_device)} devices, and there are {count}"
+    elif count > 1 and sum(plan.layers_per_device) != num_layers:
+        yield f"it gives devices {sum(plan.layers_per_device)} layers of {num_layers}"
+    if plan.waves > min(count, plan.num_micro_batches):
+        yield f"it has {plan.waves} waves for {count} devices and {plan.num_micro_batches} micro-batches"
     if plan.hidden.tier == "disk":
         yield "it has hidden states on the disk, and they are kept on device or host"
     homes = {(layer, batch): tier for layer, batch, tier in plan.kv.homes}
@@ -127,6 +136,8 @@ def _refill(plan: Plan) -> Iterator[str]:
 def _threads(plan: Plan) -> Iterator[str]:
     attending: tuple[TaskClass, ...] = ("host_attention",) if on_device(plan) and plan.attention.host else ()
     needed: tuple[TaskClass, ...] = ("compute", "disk_io", *attending)
+    if plan.attention.streams > plan.threads.get("host_attention", 1):
+        yield f"it has {plan.attention.streams} streams of attention with {plan.threads.get('host_attention', 1)} threads together"
     for task in needed:
         if task not in plan.threads:
             yield f"it leaves out the threads of {task}"

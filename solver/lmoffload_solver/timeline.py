@@ -100,9 +100,9 @@ class PlanCosts:
         return self.disk.read_seconds(num_bytes, num_requests([num_bytes]))
 
     def _steps_seconds(self, block: Block) -> tuple[StepSeconds, ...]:
-        kernels, size = self.plan.kernels, self.plan.micro_batch
-        prefill = self.job.steps_seconds(block, size, "prefill", kernels.prefill, self.plan.prefill_chunk)
-        return (*prefill, *self.job.steps_seconds(block, size, "decode", kernels.decode))
+        kernels, size, cut = self.plan.kernels, self.plan.micro_batch, self.plan.stream == "matrix"
+        prefill = self.job.steps_seconds(block, size, "prefill", kernels.prefill, self.plan.prefill_chunk, cut=cut)
+        return (*prefill, *self.job.steps_seconds(block, size, "decode", kernels.decode, cut=cut))
 
 
 def block_timeline(costs: PlanCosts, block: Block | None = None) -> list[Timed]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.full_disks import fill, fill_often, small_disk
 from benchmarks.kills import Job, kill_often, whole_lines
 from lmoffload.errors import StatedError
 from lmoffload.jobs.manifest import manifest_place
@@ -37,42 +34,27 @@ def test_killed_again_and_again(profiled: Path, model: Path, tmp_path: Path) -> 
     assert seen["kills_while_writing"] >= 1
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 KiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(place)], capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip("file systems can be mounted by root alone")
+def test_disks_that_fill_up(call: Call, profiled: Path, model: Path, tmp_path: Path) -> None:
+    """Somebody else fills it while the job runs: a plain error, everything finished is there, and the next run goes on. `make full-disks`
+    does so twenty times."""
+    job, work = Job.make(tmp_path, model, 60, 2), tmp_path / "disks"
+    work.mkdir()
     try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+        assert fill_often(job, work, 1, 2)["while_writing"] == 1
+    except PermissionError:
+        pytest.skip("file systems can be mounted by root alone")
 
 
-def test_a_disk_that_fills_up(call: Call, profiled: Path, model: Path, tmp_path: Path, small_disk: Path) -> None:
-    """Somebody else fills it while the job runs: a plain error, everything finished is there, and the next run goes on."""
-    job, output, filler = Job.make(tmp_path, model, 60, 2), small_disk / "out.jsonl", small_disk / "filler"
-    with job.start(output) as process:
-        while not whole_lines(output):
-            time.sleep(0.01)
-        fields = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 4096))
-        _, remarks = process.communicate(timeout=120)
-    before = whole_lines(output)
-    assert process.returncode == 1 and "Traceback" not in remarks
-    assert "cannot be written: No space left on device" in remarks.splitlines()[-1]
-    assert 0 < len(before) < 60
-    assert int(fields[16]) == 5, "as nice as asked"
-    arguments = (*job.command[3:], output)
-    refused = call(*arguments)
-    assert refused.code == 1 and "free where" in refused.sentence, "before anything is computed"
-    assert whole_lines(output) == before
-    filler.unlink()
-    assert call(*arguments).code == 0
-    after = whole_lines(output)
-    assert after[: len(before)] == before and len({json.loads(line)["id"] for line in after}) == len(after) == 60
+def test_a_disk_that_is_full(call: Call, profiled: Path, model: Path, tmp_path: Path) -> None:
+    """It is refused before anything is computed."""
+    try:
+        with small_disk(tmp_path / "disk", "64k") as disk:
+            assert call("run", model, "--input", job_file(*prompts()), "--output", disk / "out.jsonl").code == 0
+            fill(disk, 0)
+            refused = call("run", model, "--input", job_file(*prompts()), "--output", disk / "other.jsonl", "--gen-len", "60")
+            assert refused.code == 1 and "free where" in refused.sentence and not (disk / "other.jsonl").exists()
+    except PermissionError:
+        pytest.skip("file systems can be mounted by root alone")
 
 
 def test_what_is_left_is_computed(call: Call, profiled: Path, model: Path) -> None:

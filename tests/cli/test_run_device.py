@@ -28,6 +28,13 @@ def test_run_on_an_emulated_device(call: Call, profiled: Path, model: Path) -> N
             halves[event["pid"]].add((event["cat"], event["name"]))
     assert halves[1] == halves[2] and len(halves[1]) > 3
 
+    two = call("run", model, *JOB, *device, *device, "--micro-batch", 2, "--num-micro-batches", 3, "--report", "two.json")
+    assert two.code == 0 and two.out == plain.out
+    report = json.loads(Path("two.json").read_text())
+    assert sum(report["plan"]["layers_per_device"]) > 1 and len(report["plan"]["layers_per_device"]) == 2
+    assert report["measured"]["peak_bytes"]["device"] <= report["predicted"]["peak_bytes"]["device"]
+    assert call("run", model, *JOB, *device, "--emulate-device", "32MiB@1GB/s").code == 2
+
     call("plan", model, "--num-prompts", 6, "--prompt-len", 12, "--gen-len", 5, *device, "--out", "plan.json")
     again = call("run", model, *JOB, "--plan", "plan.json")
     assert again.code == 0 and again.out == plain.out

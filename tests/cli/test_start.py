@@ -117,3 +117,12 @@ def test_closed_streams(home: Path) -> None:
     silent = subprocess.run(["sh", "-c", f"{command} <&- 2>&-"], stdout=subprocess.PIPE, text=True, check=False)
     assert silent.returncode == 0
     assert json.loads(silent.stdout)["status"] == "optimal"
+
+
+def test_completion_of_commands_and_options() -> None:
+    """As a shell asks for it."""
+    for words, at, expected in (("lmoffload ru", 1, "run"), ("lmoffload run model --outp", 3, "--output")):
+        asked = os.environ | {"_LMOFFLOAD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+        program = "import sys; sys.argv = ['lmoffload']; from lmoffload.cli.main import main; main()"
+        done = subprocess.run([sys.executable, "-c", program], env=asked, check=False, capture_output=True, text=True)
+        assert done.stdout.split() == [expected], done.stderr

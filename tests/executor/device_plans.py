@@ -15,6 +15,7 @@ from lmoffload_solver.emulated import emulated
 from lmoffload_solver.formats import KV_FORMATS
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.model import ModelShape
+from lmoffload_solver.pipeline import ALONE, Pipeline
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.runtime import Runtime, own_runtime
 from lmoffload_solver.value import Tier
@@ -47,6 +48,7 @@ def make_decision(
     prefetch_depth: int = 1,
     kv_format: str = "fp32",
     runtime: Runtime | None = None,
+    pipeline: Pipeline = ALONE,
 ) -> Decision:
     """homes: of all matrices, or of each; kv: of all units, or of each (layer, micro-batch)."""
     names = [tensor.name for tensor in shape.tensors if tensor.is_matrix]
@@ -63,6 +65,7 @@ def make_decision(
         prefill_products=KERNEL_OF[main_format(shape)],
         decode_products=KERNEL_OF[main_format(shape)],
         runtime=runtime or own_runtime(),
+        pipeline=pipeline,
         threads={"compute": 1, "staging": 1, "host_attention": 1, "disk_io": 1},
     )
 
@@ -98,6 +101,7 @@ def device_plan(
     """The plan of a decision for prompts of these lengths."""
     exact = decision.kv_format == "fp32" and not decision.formats
     work = Workload.of_lengths(list(lengths), new_tokens, "exact" if exact else "any")
-    device = EmulatedDevice(memory_bytes=memory_bytes, bytes_per_s=bytes_per_s)
+    count = decision.pipeline.num_stages
+    device = EmulatedDevice(memory_bytes=memory_bytes, bytes_per_s=bytes_per_s, count=count)
     limits = Limits(emulated_device=device)
     return plan_of(Job(checkpoint.shape, work), emulated(toy_machine(), device), decision, digest=checkpoint.fingerprint, limits=limits)

@@ -49,11 +49,11 @@ def generate(checkpoint, plan, cache, new_tokens=NEW_TOKENS):
 def test_a_plan_of_the_planner(tiny, tmp_path):
     """In the least memory that the planner can do with, keys and values go to the disk; the tokens are those with all in memory."""
     checkpoint = tiny("llama", num_layers=3)
-    texts = prompts(checkpoint.shape.vocab_size, (300, 290, 280, 270))
+    texts = prompts(checkpoint.shape.vocab_size, range(300, 240, -5))
     work = Workload.of_lengths([len(text) for text in texts], 4)
 
     def solved(host_memory_bytes):
-        limits = Limits(micro_batch=1, num_micro_batches=4, host_memory_bytes=host_memory_bytes)
+        limits = Limits(micro_batch=1, num_micro_batches=len(texts), host_memory_bytes=host_memory_bytes)
         return solve(checkpoint.shape, machine(), work, limits, model_fingerprint=checkpoint.fingerprint)
 
     too_little = solved(2**20)

@@ -53,7 +53,7 @@ def real_plan(checkpoint, decision, products="widen"):
 def generate(checkpoint, decision, cache, products="widen"):
     plan = real_plan(checkpoint, decision, products)
     texts = prompts(checkpoint.shape.vocab_size, LENGTHS)
-    with Engine(checkpoint, plan, cache=cache, accelerator=LateDevice(4 * GIB)) as engine:
+    with Engine(checkpoint, plan, cache=cache, accelerators=[LateDevice(4 * GIB)]) as engine:
         done = engine.generate([Request(str(i), tuple(text), NEW_TOKENS) for i, text in enumerate(texts)])
         report = engine.report()
     assert not report.emulated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from llvmlite import ir
 from lmoffload.kernels.board import Call, emit_entry
 from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, host_machine
 from lmoffload.kernels.pool import Pool
+from lmoffload.kernels.runs import Rooms
 
 
 def count_up() -> tuple[Compiled, int]:
@@ -65,6 +67,78 @@ def test_calls_and_jobs_in_python_mix(counter: tuple[Compiled, int]) -> None:
             pool.run([*calls(counter[1], words, 3), lambda: done.append(threading.get_ident())])
             pool.run([lambda: done.append(0)] * 4)
     assert words.tolist() == [150] * 5 and len(done) == 250
+
+
+def test_runs_put_off_are_done_in_order_and_again(counter: tuple[Compiled, int]) -> None:
+    """Each run ends before the next begins: 40 calls add to one word, and 40 others copy what they find there by adding it up."""
+    words, told = torch.zeros(40, dtype=torch.int64), list[float]()
+    with Pool(3) as pool:
+
+        def work() -> torch.Tensor:
+            pool.timed(lambda: pool.run(calls(counter[1], words, 2)), told.append)
+            pool.run(calls(counter[1], words[:7], 5))
+            assert words.sum() == 0, "nothing is done before the end"
+            return words
+
+        result, runs = pool.together(work, Rooms())
+        assert result is words and words.tolist() == [7] * 7 + [2] * 33 and runs is not None
+        pool.again(runs)
+        assert words.tolist() == [14] * 7 + [4] * 33
+        assert len(told) == 2 and all(0 < seconds < 1 for seconds in told)
+
+
+def test_what_is_more_than_runs_is_not_done_again(counter: tuple[Compiled, int]) -> None:
+    words, seen = torch.zeros(4, dtype=torch.int64), list[list[int]]()
+    with Pool(2) as pool:
+        for break_off in (pool.settle, lambda: pool.run([lambda: None])):
+
+            def work(break_off: Callable[[], None] = break_off) -> None:
+                pool.run(calls(counter[1], words, 1))
+                break_off()
+                seen.append(words.tolist())
+                pool.run(calls(counter[1], words, 1))
+
+            assert pool.together(work, Rooms())[1] is None
+    assert seen == [[1] * 4, [3] * 4] and words.tolist() == [4] * 4
+
+
+def test_what_was_put_off_is_dropped_where_the_work_fails(counter: tuple[Compiled, int]) -> None:
+    words = torch.zeros(4, dtype=torch.int64)
+    with Pool(2) as pool:
+
+        def work() -> None:
+            pool.run(calls(counter[1], words, 1))
+            raise OSError(5, "disk")
+
+        with pytest.raises(OSError, match="disk"):
+            pool.together(work, Rooms())
+        pool.run(calls(counter[1], words[:2], 3))
+    assert words.tolist() == [3, 3, 0, 0]
+
+
+def test_another_thread_runs_at_once(counter: tuple[Compiled, int]) -> None:
+    """What one thread puts off is not another's."""
+    words = torch.zeros(4, dtype=torch.int64)
+    with Pool(2) as pool:
+
+        def work() -> list[int]:
+            pool.run(calls(counter[1], words[:1], 1))
+            other = threading.Thread(target=lambda: pool.run(calls(counter[1], words[1:], 2)))
+            other.start()
+            other.join()
+            return words.tolist()
+
+        assert pool.together(work, Rooms())[0] == [0, 2, 2, 2]
+    assert words.tolist() == [1, 2, 2, 2]
+
+
+def test_rooms_are_shared_by_works_of_the_same_sizes() -> None:
+    rooms, found = Rooms(), []
+    for shape in ((2, 3), (2, 3), (2, 4)):
+        rooms.begin()
+        found.append([rooms.take(shape, torch.float32), rooms.take((5,), torch.uint8)])
+    (first, second), (again, other), (larger, last) = found
+    assert first is again and second is other is last and larger is not first and first.data_ptr() != second.data_ptr()
 
 
 def test_arguments_of_two_functions_are_refused(counter: tuple[Compiled, int]) -> None:

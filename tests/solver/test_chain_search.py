@@ -119,7 +119,7 @@ def test_weights_memory_is_kept() -> None:
         decision = decision_of(model, plan)
         memory = ChainMemory(Job(model, plan.workload), machine, limits)
         granted = total // 2 if limits.weights_memory_bytes else 0.6 * total
-        assert memory.weights_memory(memory.parts(decision)) <= granted
+        assert memory.weights_memory(decision) <= granted
         assert plan.weights.bytes["disk"] > 0
         assert plan.predicted.tokens_per_s < free.predicted.tokens_per_s
     outcome = solve(model, machine, make_work(4, 64, 8), Limits(weights_memory_bytes=MIB // 8))

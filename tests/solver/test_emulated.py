@@ -17,7 +17,7 @@ from lmoffload_solver.chain_program import ChainProgram
 from lmoffload_solver.chain_schedule import Clock
 from lmoffload_solver.chain_search import ChainSearch
 from lmoffload_solver.chain_slowing import factors
-from lmoffload_solver.chain_solver import solve_program
+from lmoffload_solver.chain_solver import scaling_s, solve_program
 from lmoffload_solver.chain_work import ChainWork
 from lmoffload_solver.costs import Contention, DiskCosts, LayerKind, MachineCosts
 from lmoffload_solver.decision import Job, KVUnit
@@ -27,7 +27,7 @@ from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import Contention as Measured
 from lmoffload_solver.machine import MachineProfile, MemoryRate
 from lmoffload_solver.model import ModelShape
-from lmoffload_solver.outcome import plan_in
+from lmoffload_solver.outcome import Infeasible, plan_in
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.policies.price import Policy, price_policy
 from lmoffload_solver.search import solve
@@ -153,7 +153,7 @@ def test_threads_beyond_the_cores_slow_device_and_host() -> None:
     decision = decision_of(model, plan)
     crowded = costs_of(machine, replace(decision, threads={"compute": 2, "host_attention": 2, "disk_io": 1, "staging": 1}))
     assert crowded.contention["device", "host_attention"] == Contention(2.0, 2.0)
-    both = factors({"device": 1.0, "host_attention": 1.0}, crowded.contention)
+    both = factors({"device": 1.0, "host_attention": 1.0}, crowded.contention, lambda resource: resource)  # type: ignore[misc]
     assert both == {"device": pytest.approx(2.0), "host_attention": pytest.approx(2.0)}
 
 
@@ -167,6 +167,55 @@ def test_a_device_that_waited_begins_slowly() -> None:
     steps = ChainWork(job, costs, decision).block(next(job.blocks(plan.micro_batch, plan.num_micro_batches)))
     ends = [lay_out(steps, decision.runtime, 0, Clock(waking).emit)[-1] for waking in (None, costs.waking)]
     assert ends[0] < ends[1]
+
+
+@pytest.mark.parametrize("change", ["upload", "disk_read"])
+def test_prices_of_links_and_disk_count_what_they_cost_others(change: str) -> None:
+    """A copy and a read that slow products down: the program's dual against a program with a rate a little higher."""
+    slow = (
+        Measured(first="copy", second="host_compute", first_slowdown=1.3, second_slowdown=1.6, first_per_s=1e8),
+        Measured(first="disk_read", second="host_compute", first_slowdown=1.5, second_slowdown=1.5),
+    )
+    rate = 1e8 if change == "upload" else 3e8
+    machine = emulated(machine_of(contention=slow), EmulatedDevice(memory_bytes=6 * MIB, bytes_per_s=rate))
+    link, disk = machine.links[0].bytes_per_s, machine.disks[0]
+    quick = 1.0001
+    if change == "upload":
+        curve = link.model_copy(update={"y": tuple(quick * y for y in link.y)})
+        other = machine.model_copy(update={"links": tuple(one.model_copy(update={"bytes_per_s": curve}) for one in machine.links)})
+    else:
+        read = tuple(
+            one.model_copy(update={"bytes_per_s": one.bytes_per_s.model_copy(update={"y": tuple(quick * y for y in one.bytes_per_s.y)})})
+            for one in disk.read
+        )
+        other = machine.model_copy(update={"disks": (disk.model_copy(update={"read": read}),)})
+    job, limits = Job(model_of(), make_work(8, 64, 4)), Limits(micro_batch=2, num_micro_batches=2)
+    if change == "disk_read":
+        limits = limits.model_copy(update={"weights_memory_bytes": 5 * MIB})
+    searches = [ChainSearch(job, one, one.disks[0], limits, "exact", float("inf")) for one in (machine, other)]
+    found = searches[0].run()
+    assert found is not None
+    candidate = replace(found.candidate, prefetch_depth=1)
+    programs = [ChainProgram(search.domain.choices(candidate)) for search in searches]
+    slower, quicker = (solve_program(program) for program in programs)
+    assert slower is not None and quicker is not None
+    gain = slower.total_s - quicker.total_s
+    assert gain > 1e-6 * slower.total_s, "the resource binds"
+    assert scaling_s(programs[0], slower, change) * (1 - 1 / quick) == pytest.approx(gain, rel=0.01)
+
+
+def test_what_a_device_too_small_needs_is_told_as_it_is_given() -> None:
+    small = EmulatedDevice(memory_bytes=MIB // 2, bytes_per_s=2.5e8)
+    outcome = solve(model_of(), emulated(machine_of(), small), make_work(8, 64, 4), Limits(emulated_device=small))  # type: ignore[arg-type]
+    assert isinstance(outcome, Infeasible) and "--emulate-device" in outcome.what_would_help and "MiB@250MB/s" in outcome.what_would_help
+    larger = emulated_device_in(outcome.what_would_help)
+    again = solve(model_of(), emulated(machine_of(), larger), make_work(8, 64, 4), Limits(emulated_device=larger))  # type: ignore[arg-type]
+    assert plan_in(again) is not None
+
+
+def emulated_device_in(advice: str) -> EmulatedDevice:
+    size = int(advice.partition("--emulate-device ")[2].partition("MiB@")[0])
+    return EmulatedDevice(memory_bytes=size * MIB, bytes_per_s=2.5e8)
 
 
 @pytest.mark.parametrize("policy", ["accelerate", "zero-inference", "flexgen"])

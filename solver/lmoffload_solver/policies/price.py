@@ -55,8 +55,10 @@ def price_policy(
 
     Raises:
         InfeasibleError: none of its batches fits.
-        StatedError: the system needs a device that the machine has not, or does not run such a model.
+        StatedError: the system needs a device that the machine has not, or one alone, or does not run such a model.
     """
+    if machine.accelerator is not None and machine.accelerator.count > 1:
+        raise StatedError(f"The policy {policy} is priced for one device, and {machine.name!r} has {machine.accelerator.count}.")
     if machine.accelerator is None:
         return price_on_host(policy, model, machine, workload, limits, file_system=file_system, digest=digest)
     job = Job(model, workload)

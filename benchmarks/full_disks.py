@@ -1,0 +1,117 @@
+"""Fill the disk of a job's output at random moments, and go on when there is room again; hold the output against an undisturbed run's.
+
+    python -m benchmarks.full_disks --times 20 --prompts 200
+
+The disk is a small tmpfs, so that this needs root. What must hold: the run ends with one sentence, which names the file and the reason;
+the lines finished before stay as they were, byte for byte, and every line that is there is whole but for the last; with room again, the
+same command goes on, and in the end the output is that of the undisturbed run, order aside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.kills import Job, prepared, whole_lines
+
+PAGE_BYTES = 4096
+"""What a tmpfs counts in."""
+STATED = ("cannot be written: No space left on device", "free where", "No space left on device")
+"""How a run says so: of the output, before it begins, and of the manifest."""
+
+
+@contextmanager
+def small_disk(place: Path, size: str = "512k") -> Iterator[Path]:
+    """A disk of that size.
+
+    Raises:
+        PermissionError: only root may mount one.
+    """
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(place)], capture_output=True, check=False)
+    if mounted.returncode:
+        raise PermissionError(f"no file system can be mounted: {mounted.stderr.decode()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def fill(disk: Path, free_pages: int) -> Path:
+    """A file that leaves so much."""
+    filler = disk / "filler"
+    filler.write_bytes(b"x" * max(0, shutil.disk_usage(disk).free - free_pages * PAGE_BYTES))
+    return filler
+
+
+def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: int) -> int:
+    """One run during which the disk is filled: at any moment of its start, or after some more lines. Returns how many it added."""
+    before, more = whole_lines(output), chance.randint(1, most_lines)
+    at_start, wait_s, pages = chance.random() < 0.2, chance.uniform(0, 4), chance.randint(0, 1)
+    with job.start(output) as process:
+        if at_start:
+            time.sleep(wait_s)
+        else:
+            while process.poll() is None and len(whole_lines(output)) < len(before) + more:
+                time.sleep(0.005)
+        filler = fill(output.parent, pages)
+        _, remarks = process.communicate(timeout=300)
+    filler.unlink()
+    after, last = whole_lines(output), remarks.strip().splitlines()[-1]
+    assert "Traceback" not in remarks, remarks
+    if process.returncode:
+        assert process.returncode == 1 and last.startswith("lmoffload: ") and any(word in last for word in STATED), remarks
+    else:
+        assert len(after) == job.num_prompts, "what was left found room"
+    assert after[: len(before)] == before, "lines finished before are as they were"
+    assert all(json.loads(line)["finish_reason"] != "error" for line in after)
+    return len(after) - len(before)
+
+
+def fill_often(job: Job, folder: Path, times: int, seed: int) -> dict[str, int]:
+    """What the module's docstring says; returns what was seen.
+
+    Raises:
+        AssertionError: something does not hold.
+        PermissionError: only root can do so.
+    """
+    chance, added = random.Random(seed), []
+    undisturbed = folder / "undisturbed.jsonl"
+    job.finish(undisturbed)
+    with small_disk(folder / "disk") as disk:
+        output = disk / "out.jsonl"
+        for _ in range(times):
+            added.append(fill_at_random(job, output, chance, max(1, 2 * job.num_prompts // (times + 1))))
+        before = whole_lines(output)
+        job.finish(output)
+        after = whole_lines(output)
+        assert after[: len(before)] == before and b"".join(after) == output.read_bytes()
+        assert {path.name for path in disk.iterdir()} == {"out.jsonl", "out.jsonl.job"}, "nothing is left behind"
+    assert sorted(after) == sorted(whole_lines(undisturbed)) and len(after) == job.num_prompts, "the output is that of the undisturbed run"
+    return {"times": times, "while_writing": sum(map(bool, added)), "lines_before_the_last_run": len(before)}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Fill a job's disk at random moments and go on with it.")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        os.environ |= {variable: f"{name}/{variable}" for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME")}
+        folder = Path(name)
+        print(json.dumps(fill_often(prepared(folder, chosen.prompts, chosen.seed), folder, chosen.times, chosen.seed)))
+
+
+if __name__ == "__main__":
+    main()
