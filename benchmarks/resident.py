@@ -11,6 +11,8 @@ import argparse
 import json
 import random
 import statistics
+import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -23,9 +25,12 @@ from lmoffload.api.machine import machine_of
 from lmoffload.api.model import Model, open_model
 from lmoffload.api.telling import tell_on_stderr
 from lmoffload.bench.gguf_copy import write_gguf
-from lmoffload.bench.llama_peer import LlamaCppSettings, run_llama_cpp
-from lmoffload.bench.work import Times, Work
+from lmoffload.bench.peer import Conditions, Peer, attempt
+from lmoffload.bench.peers import Contestant, llama_cpp_peer
+from lmoffload.bench.work import Work
 from lmoffload.environment import prepare_allocator, prepare_threads
+from lmoffload_solver.comparison import Granted, Settings
+from lmoffload_solver.errors import StatedError
 from lmoffload_solver.machine import MachineProfile
 from lmoffload_solver.outcome import plan_in
 from lmoffload_solver.plan import Plan
@@ -40,7 +45,7 @@ FIGURES: Mapping[str, tuple[str, str]] = {
     "one stream": ("one stream", "decode"),
 }
 """Figure -> the work it is seen in, and the phase."""
-SWEEP: tuple[Mapping[str, object], ...] = tuple(
+SWEEP: tuple[Settings, ...] = tuple(
     {"threads": threads, "flash_attention": flash, **more}
     for threads, flash, more in product((2, 1), (True, False), ({}, {"unified": True}, {"ubatch": 1024}, {"repack": False}))
     if threads == 2 or (flash and not more)
@@ -55,8 +60,7 @@ class Contest:
 
     model: Model
     machine: MachineProfile
-    gguf: Path
-    python: Path | None
+    peer: Peer
     works: Mapping[str, Work]
 
     def plan(self, work: Work) -> Plan:
@@ -66,7 +70,8 @@ class Contest:
         assert plan is not None and not plan.weights.bytes["disk"], "the model fits into memory"
         return plan
 
-    def ours(self, work: Work) -> Times:
+    def ours(self, work: Work) -> tuple[float, float]:
+        """Seconds of prefill and of decode."""
         from lmoffload.executor import Engine, Request, Sampling  # loads torch, whose environment `main` prepares
 
         requests = [Request(str(i), prompt, work.gen_len, Sampling(temperature=0.0)) for i, prompt in enumerate(work.prompts)]
@@ -74,28 +79,33 @@ class Contest:
             for _ in range(REPEATS):
                 before = engine.meter.prefill_s, engine.meter.decode_s
                 engine.generate(requests)
-            return Times(prefill_s=engine.meter.prefill_s - before[0], decode_s=engine.meter.decode_s - before[1])
+            return engine.meter.prefill_s - before[0], engine.meter.decode_s - before[1]
 
     @property
     def endless(self) -> Mapping[str, object]:
         """The model's configuration without an end token, of which llama.cpp is not told either."""
         return {**self.model.require_checkpoint().config, "eos_token_id": None}
 
-    def theirs(self, work: Work, settings: LlamaCppSettings) -> Times:
-        return run_llama_cpp(self.gguf, work, settings, python=self.python).times[-1]
+    def theirs(self, work: Work, settings: Settings) -> tuple[float, float]:
+        """Seconds of prefill and of decode."""
+        conditions = Conditions(Granted(enforced=False), Path(tempfile.gettempdir()), timeout_s=3600.0, drop_cache=False)
+        run = attempt(self.peer, work, {**self.peer.default, **settings, "batch": None}, conditions).run
+        if run.figures is None:
+            raise StatedError(f"llama.cpp, {run.status}: {run.sentence}")
+        return run.figures.prefill_s, run.figures.decode_s
 
 
-def speeds(work: Work, times: Times) -> dict[str, float]:
+def speeds(work: Work, seconds: tuple[float, float]) -> dict[str, float]:
     """Tokens a second of each phase."""
-    return {"prefill": work.prompt_tokens / times.prefill_s, "decode": work.decode_tokens / times.decode_s}
+    return {"prefill": work.prompt_tokens / seconds[0], "decode": work.decode_tokens / seconds[1]}
 
 
-def best_settings(contest: Contest, console: Console) -> dict[str, LlamaCppSettings]:
+def best_settings(contest: Contest, console: Console) -> dict[str, Settings]:
     """llama.cpp's best setting for each figure."""
     table = Table("llama.cpp", *FIGURES, title="Sweep, tokens/s")
-    found: dict[str, list[tuple[float, LlamaCppSettings]]] = {figure: [] for figure in FIGURES}
+    found: dict[str, list[tuple[float, Settings]]] = {figure: [] for figure in FIGURES}
     for choice in SWEEP:
-        settings = LlamaCppSettings.model_validate(choice)
+        settings = dict(choice)
         seen = {name: speeds(work, contest.theirs(work, settings)) for name, work in contest.works.items()}
         for figure, (work, phase) in FIGURES.items():
             found[figure].append((seen[work][phase], settings))
@@ -129,8 +139,10 @@ def main() -> None:
         )
         for name, (count, length, gen_len) in SIZES.items()
     }
-    contest = Contest(model, machine, gguf, options.python, works)
-    settings = best_settings(contest, console) if options.sweep else dict.fromkeys(FIGURES, LlamaCppSettings(threads=2))
+    checkpoint = model.require_checkpoint()
+    of = Contestant(model.shape, checkpoint.path, not checkpoint.is_gguf, 1, 2, None, options.python or Path(sys.executable))
+    contest = Contest(model, machine, llama_cpp_peer(of, gguf, "q4_0", comparable=False, refusal=None), works)
+    settings = best_settings(contest, console) if options.sweep else dict.fromkeys(FIGURES, contest.peer.default)
     ours: dict[str, list[float]] = {figure: [] for figure in FIGURES}
     theirs: dict[str, list[float]] = {figure: [] for figure in FIGURES}
     for _ in range(options.rounds):
@@ -138,15 +150,15 @@ def main() -> None:
             mine, seen = speeds(work, contest.ours(work)), dict[str, dict[str, float]]()
             for figure, phase in ((figure, phase) for figure, (of, phase) in FIGURES.items() if of == name):
                 chosen = settings[figure]
-                if chosen.fingerprint() not in seen:
-                    seen[chosen.fingerprint()] = speeds(work, contest.theirs(work, chosen))
+                if (key := json.dumps(chosen)) not in seen:
+                    seen[key] = speeds(work, contest.theirs(work, chosen))
                 ours[figure].append(mine[phase])
-                theirs[figure].append(seen[chosen.fingerprint()][phase])
+                theirs[figure].append(seen[key][phase])
     table = Table("tokens/s", "lmoffload", "llama.cpp Q4_0", "ratio of medians", "llama.cpp's setting")
     ratios = {figure: statistics.median(ours[figure]) / statistics.median(theirs[figure]) for figure in FIGURES}
     for figure in FIGURES:
         cells = [f"{statistics.median(seen):.1f} ({min(seen):.1f} to {max(seen):.1f})" for seen in (ours[figure], theirs[figure])]
-        table.add_row(figure, *cells, f"{ratios[figure]:.2f}", settings[figure].model_dump_json())
+        table.add_row(figure, *cells, f"{ratios[figure]:.2f}", json.dumps(settings[figure]))
     console.print(table)
     print(json.dumps({"ratios": ratios, "lmoffload": ours, "llama.cpp": theirs}))
 

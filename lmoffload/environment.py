@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 _WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -42,6 +43,12 @@ def thread_remarks() -> tuple[str, ...]:
     else:
         cause = f"OMP_WAIT_POLICY is {policy}; PASSIVE is what lmoffload needs"
     return (f"Threads may wait busily and slow each other down: {cause}.",)
+
+
+def environment_of_child(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment as it would be without `prepare_threads`, with some changes: for programs that are not ours."""
+    inherited = {name: value for name, value in os.environ.items() if name != _WAIT_POLICY}
+    return {**inherited, **changes}
 
 
 def prepare_streams() -> None:

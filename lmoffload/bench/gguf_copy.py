@@ -34,7 +34,7 @@ from lmoffload_solver.model import TensorShape
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint
 
-Kind = Literal["f32", "bf16", "q4_0"]
+Kind = Literal["f32", "bf16", "q8_0", "q4_0"]
 """How matrices are stored; vectors are fp32."""
 
 CHUNK_ELEMENTS = 1 << 22

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lmoffload.cli.calibrate import calibrate
+from lmoffload.cli.compare import compare
 from lmoffload.cli.demo import demo
 from lmoffload.cli.doctor import doctor
 from lmoffload.cli.explain import explain
@@ -40,6 +41,7 @@ def build_app() -> typer.Typer:
     app.command("run")(run)
     app.command("quality")(quality)
     app.command("calibrate")(calibrate)
+    app.command("compare")(compare)
     app.command("make-dummy")(make_dummy)
     app.command("doctor")(doctor)
     app.command("demo")(demo)

@@ -42,8 +42,8 @@ class _Mount:
     point: Path
 
 
-def groups(root: Path, controller: Literal["memory", "cpu"]) -> Iterator[Group]:
-    """This process's groups for a controller, innermost first, then every ancestor up to the mount.
+def groups(root: Path, controller: str) -> Iterator[Group]:
+    """This process's groups for a controller ("memory", "cpu", ...), innermost first, then every ancestor up to the mount.
 
     A hybrid machine has the controller in version 1; the version 2 hierarchy is then walked too and simply has no limit files.
     """

@@ -56,6 +56,17 @@ def test_q4_0_copy_is_within_half_a_step(tmp_path: Path) -> None:
         assert (got - was).view(-1, 32).abs().sub(steps / 2).le(steps / 100).float().mean() > 0.95
 
 
+def test_q8_0_copy_is_within_half_a_step(tmp_path: Path) -> None:
+    original = open_checkpoint(tiny_checkpoint("llama", tmp_path / "model", num_layers=1))
+    write_gguf(original, tmp_path / "copy.gguf", "q8_0")
+    copy = open_checkpoint(tmp_path / "copy.gguf")
+    for tensor in original.shape.tensors:
+        if tensor.is_matrix:
+            got, was = weights(copy, tensor.name), weights(original, tensor.name)
+            assert copy.source(tensor.name).format == "q8_0"
+            assert ((got - was).view(-1, 32).abs() <= was.view(-1, 32).abs().amax(1, keepdim=True) / 127 * 0.51 + 1e-3).all()
+
+
 def test_scaled_positions_of_llama_3(tmp_path: Path) -> None:
     scaling = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip

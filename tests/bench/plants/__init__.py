@@ -1,0 +1,1 @@
+"""Peers that misbehave, as programs of their own."""
