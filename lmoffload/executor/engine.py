@@ -249,7 +249,7 @@ class Engine:
     def report(self) -> RunReport:
         """What has been run since the engine was opened, beside what was predicted."""
         return run_report(
-            self.plan, self.shape, self.units, merged(self._meters), self._stores, self._device,
+            self.plan, self.shape, self.units, merged(self._meters), self.stores, self._device,
             base_bytes=self.base_bytes, bytes_read=self.bytes_read, remarks=self.remarks, reader=self._reader,
         )  # fmt: skip
 
@@ -291,17 +291,17 @@ class Engine:
     def _bound(self, models: Sequence[Any], checkpoint: Checkpoint, kv_folder: Path) -> BlockRunner | DeviceRunner:
         """Load the weights, put our parts into the models, and make what runs blocks."""
         plan, shape, units, reader, device = self.plan, self.shape, self.units, self._reader, self._device
-        self._stores: Sequence[StoredWeights]
+        self.stores: Sequence[StoredWeights]
         if device is None:
             weights = WeightStore(checkpoint, plan, units, reader)
-            self._stores, self._meters = [weights], [self.meter]
-            check_bytes(self._stores, shape, plan)
+            self.stores, self._meters = [weights], [self.meter]
+            check_bytes(self.stores, shape, plan)
             self._runtimes = [bind_model(models[0], shape, units, weights, self._processor, self.meter, layers_cut=plan.stream == "matrix")]
             return BlockRunner(models[0], units, plan, self._runtimes[0], weights, reader, self.meter, kv_folder)
         stages = device.bind(models, shape, checkpoint, plan, reader, self.meter)
-        self._stores, self._meters = [one.weights for one in stages], [one.meter for one in stages]
+        self.stores, self._meters = [one.weights for one in stages], [one.meter for one in stages]
         self._runtimes = [one.runtime for one in stages]
-        check_bytes(self._stores, shape, plan)
+        check_bytes(self.stores, shape, plan)
         return DeviceRunner(
             DeviceParts(shape, plan, device.decision, units, stages, reader, device.queues, device.host, self.meter, kv_folder)
         )

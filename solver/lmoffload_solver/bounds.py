@@ -173,8 +173,8 @@ class Bounds:
         homes: list[Homes] = []
         moved: list[tuple[Array, Array]] = []
         for (stream, on_disk), room in rooms.items():
-            smaller = [rooms["layer", fewer] for fewer in self.domain.kv_on_disk if fewer < on_disk and ("layer", fewer) in rooms]
-            if (stream == "matrix" and all_at_home <= room) or any(all_at_home <= other for other in smaller):
+            less = [n for n in self.domain.kv_on_disk if n < on_disk or (stream == "matrix" and not n)]
+            if any(all_at_home <= rooms.get(("layer", n), -1) for n in less):
                 continue  # nothing streams, or it need not for less
             streaming = self.streaming(in_layers, stream, largest, head_bytes)
             cases += cases_of(streaming.layers, streaming.head, room, self.domain.depths, len(homes))

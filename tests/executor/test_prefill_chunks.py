@@ -49,7 +49,7 @@ def test_a_planned_chunk(tiny):
     texts = prompts(checkpoint.shape.vocab_size, (300, 290, 260))
     work = Workload.of_lengths([len(text) for text in texts], 4)
     plans, found = [], []
-    for missing in (0, 2**22):
+    for missing in (0, 11 * 2**20):
         limits = Limits(micro_batch=3, host_memory_bytes=plans[0].predicted.peak_bytes["host"] - missing if plans else None)
         outcome = solve(checkpoint.shape, machine(), work, limits, model_fingerprint=checkpoint.fingerprint)
         assert isinstance(outcome, Optimal)

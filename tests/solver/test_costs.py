@@ -124,6 +124,6 @@ def test_experts_of_a_toy_by_hand() -> None:
     assert (calls, rows) == (pytest.approx(hit), 5)
     halves = Product("fp32", 32, 64, num_experts=8, per_token=2, parts=2).calls_and_rows(np.array([16.0]))
     assert halves == (pytest.approx(2 * hit), 5), "gate and up of an expert are stored apart"
-    kind = LayerKind(make_model().layers[0], (product,), 0)
+    kind = LayerKind(make_model().layers[0], (product,), 0, 0)
     (one,) = costs.linear.seconds("wide", "fp32", 64, 64, np.array([5.0]))
     assert costs.linear_seconds(kind, "wide", np.array([16.0])) == [pytest.approx([hit * (1e-5 + one)])]

@@ -249,13 +249,13 @@ def test_keys_and_values_go_to_the_disk_where_memory_is_short() -> None:
     """Long contexts, little memory, a disk that is quick enough: their keys and values are loaded rather than weights streamed."""
     model, work = make_model(8, 256, 512, 8, 8), make_work(8, 400, 4)
     limits = Limits(micro_batch=2, num_micro_batches=4)
-    short, ample = make_machine(30 * MIB, base_bytes=BASE, disk_bytes_per_s=1e9), make_machine(base_bytes=BASE, disk_bytes_per_s=1e9)
+    short, ample = make_machine(46 * MIB, base_bytes=BASE, disk_bytes_per_s=1e9), make_machine(base_bytes=BASE, disk_bytes_per_s=1e9)
     outcome, resident = solve(model, short, work, limits), solve(model, ample, work, limits)
     assert isinstance(outcome, Optimal) and isinstance(resident, Optimal)
     plan = outcome.plan
     on_disk = plan.kv.bytes["disk"]
     assert on_disk and "disk" not in resident.plan.kv.bytes
-    assert memory.peak(model, plan) == plan.predicted.peak_bytes["host"] <= 30 * MIB
+    assert memory.peak(model, plan) == plan.predicted.peak_bytes["host"] <= 46 * MIB
     check_plan(model, plan)
     check_walk(model, short, plan)
     told = {other.change: other.tokens_per_s or 0.0 for other in explain(model, short, plan).alternatives}
