@@ -68,7 +68,7 @@ def test_larger_blocks_need_more(size: int, count: int, threads: int) -> None:
 
 
 def test_breakdown_adds_up_to_the_plans_peak() -> None:
-    model, machine = make_model(num_layers=6, hidden=256, intermediate=512), make_machine(24 * MIB, base_bytes=4 * MIB)
+    model, machine = make_model(num_layers=6, hidden=256, intermediate=512), make_machine(20 * MIB, base_bytes=4 * MIB)
     outcome = solve(model, machine, make_work(), Limits())
     assert isinstance(outcome, Optimal)
     plan = outcome.plan
