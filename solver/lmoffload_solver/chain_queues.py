@@ -97,7 +97,7 @@ class Queues:
         if number >= len(self.units):
             return
         place, unit = self.units[number]
-        before, share, where = number - self.buffers, (piece, pieces), place._replace(batch=None)
+        before, share, where = number - self.buffers, (piece, pieces), place.of(None)
         free = self.computed[before] if before >= 0 else NOTHING
         if unit.read:
             self.staged[number] = self.emit("disk_read", "read_weights", where, unit.read / pieces, (free,), share)
@@ -112,11 +112,11 @@ class Queues:
         assert first is not None
         begins, ends = number % self.per_pass == 0, number % self.per_pass == self.per_pass - 1
         if unit.dequantize:
-            ready = emit("device", "dequantize_weights", place._replace(batch=None), unit.dequantize, (ready,))
+            ready = emit("device", "dequantize_weights", place.of(None), unit.dequantize, (ready,))
         latest = (self.sent[2],) if self.has_one_use else ()
         loaded = self.load(number, first, batches[0], (self.done[0], self.sent[1], self.sent[0], *latest))
         for batch, work in enumerate(batches, first):
-            turn, where = batch - first, place._replace(batch=batch)
+            turn, where = batch - first, place.of(batch)
             upcoming: tuple[float, ...] = ()
             if turn + 1 < len(batches):
                 upcoming = self.load(number, batch + 1, batches[turn + 1], (self.done[1], self.sent[2], self.sent[1]))
@@ -137,7 +137,7 @@ class Queues:
 
     def attend(self, number: int, batch: int, work: BatchWork, end: float) -> float:
         """Emit the host's attention, and what is stored beside it; returns the last store."""
-        where, last = self.units[number][0]._replace(batch=batch), NOTHING
+        where, last = self.units[number][0].of(batch), NOTHING
         attended = self.emit("host_attention", "host_attention", where, work.attend, (end,))
         self.deferred[batch] = (number, work, attended)
         if work.store_hidden:
@@ -151,7 +151,7 @@ class Queues:
         if batch not in self.deferred:
             return
         number, work, attended = self.deferred.pop(batch)
-        where = self.units[number][0]._replace(batch=batch)
+        where = self.units[number][0].of(batch)
         waits: tuple[float, ...] = (attended,)
         if work.load_hidden:
             loaded = self.emit("upload", "load_hidden", where, work.load_hidden, (self.hidden.get(batch, NOTHING), self.done[0]))
@@ -165,13 +165,13 @@ class Queues:
         for batch in list(self.deferred):
             work = self.deferred[batch][1]
             self.take_up(batch)
-            where, end = self.units[number][0]._replace(batch=batch), self.computed[number]
+            where, end = self.units[number][0].of(batch), self.computed[number]
             self.hidden[batch] = self.emit("download", "store_hidden", where, work.store_hidden, (end,))
 
     def load(self, number: int, batch: int, work: BatchWork, free: tuple[float, ...]) -> tuple[float, ...]:
         """Emit what a micro-batch needs from outside the device, once its buffers are free: the use two before computed and stored, and
         the one three before stored, which is the same keys' and values' where a step has three uses. Returns what computing waits for."""
-        where, waits = self.units[number][0]._replace(batch=batch), []
+        where, waits = self.units[number][0].of(batch), []
         if work.read:
             waits.append(self.emit("disk_read", "load_kv", where, work.read, free))
         if work.load_kv:
@@ -182,7 +182,7 @@ class Queues:
 
     def store(self, number: int, batch: int, work: BatchWork, end: float) -> float:
         """Emit what a micro-batch leaves outside the device; returns the last store."""
-        where, last = self.units[number][0]._replace(batch=batch), NOTHING
+        where, last = self.units[number][0].of(batch), NOTHING
         if work.store_hidden:
             last = self.hidden[batch] = self.emit("download", "store_hidden", where, work.store_hidden, (end,))
         if work.store_kv:

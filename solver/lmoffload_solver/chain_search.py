@@ -39,8 +39,8 @@ SAME = 1e-9
 """Relative difference of two times that is rounding of floating point."""
 TIED = 1e-6
 """Relative difference of bounds that are taken for equal."""
-A_SIMULATION, A_TASK = 3.0, 0.005
-"""Effort of a simulation, and of each (unit, micro-batch) pair that it lays out."""
+A_SIMULATION, A_TASK = 3.0, 0.034
+"""Effort of a simulation, and of each (unit, micro-batch) pair that it lays out: the time they take, in that of a program."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,10 @@ class Place(NamedTuple):
     stage: int = 0
     """Accelerator."""
 
+    def of(self, batch: int | None) -> Place:
+        """The same place of another micro-batch."""
+        return Place(self.step, self.unit, batch, self.wave, self.stage)
+
 
 @dataclass(frozen=True)
 class Pipeline:
