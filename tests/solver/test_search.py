@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -374,9 +374,11 @@ def test_an_80_layer_model_is_planned_quickly() -> None:
         "assert outcome.gap < 0.03, outcome.gap\n"
         "assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)\n"
     )
-    begin = time.process_time()
+    before = os.times()
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert time.process_time() - begin < 6, "keys and values on the disk are tried, and chosen"
+    after = os.times()
+    taken_s = after.children_user + after.children_system - before.children_user - before.children_system
+    assert taken_s < 6, "keys and values on the disk are tried, and chosen"
 
 
 def test_a_looser_quality_that_is_not_made_use_of_is_told() -> None:
