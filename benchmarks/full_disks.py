@@ -9,19 +9,16 @@ same command goes on, and in the end the output is that of the undisturbed run, 
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.kills import Job, prepared, whole_lines
+from benchmarks.kills import Job, command, whole_lines
 
 PAGE_BYTES = 4096
 """What a tmpfs counts in."""
@@ -100,18 +97,5 @@ def fill_often(job: Job, folder: Path, times: int, seed: int) -> dict[str, int]:
     return {"times": times, "while_writing": sum(map(bool, added)), "lines_before_the_last_run": len(before)}
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description="Fill a job's disk at random moments and go on with it.")
-    parser.add_argument("--times", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        os.environ |= {variable: f"{name}/{variable}" for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME")}
-        folder = Path(name)
-        print(json.dumps(fill_often(prepared(folder, chosen.prompts, chosen.seed), folder, chosen.times, chosen.seed)))
-
-
 if __name__ == "__main__":
-    main()
+    command("Fill a job's disk at random moments and go on with it.", fill_often, option="--times")

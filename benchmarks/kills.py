@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,18 +115,18 @@ def prepared(folder: Path, num_prompts: int, seed: int) -> Job:
     return Job.make(folder, model, num_prompts, seed)
 
 
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description="Kill a job at random moments and go on with it.")
-    parser.add_argument("--kills", type=int, default=20)
+def command(description: str, often: Callable[[Job, Path, int, int], dict[str, int]], *, option: str) -> None:
+    """A command that does something to a job many times, and prints what came of it; `option` says how many."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(option, type=int, default=20, dest="times")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         os.environ |= {variable: f"{name}/{variable}" for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME")}
         folder = Path(name)
-        print(json.dumps(kill_often(prepared(folder, chosen.prompts, chosen.seed), folder, chosen.kills, chosen.seed)))
+        print(json.dumps(often(prepared(folder, chosen.prompts, chosen.seed), folder, chosen.times, chosen.seed)))
 
 
 if __name__ == "__main__":
-    main()
+    command("Kill a job at random moments and go on with it.", kill_often, option="--kills")
