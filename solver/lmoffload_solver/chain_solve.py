@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.chain_domain import ChainCandidate
 from lmoffload_solver.chain_plan import Remarks, plan_of
@@ -106,17 +108,21 @@ def shortage(search: ChainSearch) -> Infeasible:
     candidate = ChainCandidate(size, count, formats, kv_format, "host", ("dequantizing", "dequantizing"), 0)
     rooms, sizes = domain.rooms(candidate), domain.terms.sizes(formats)
     needed = sizes.total + domain.kv_bytes(candidate)
-    layer = float(max(domain.placer(formats).orders[0].largest_rest))
-    on_device = min(layer, needed)
+    order = domain.placer(formats).orders[0]
+    on_device = min(float(max(order.largest_rest)), needed)
+    # As much at home on the device as leaves room for a buffer there: what then comes from the disk passes through one on the host.
+    at_home = order.first_bytes + order.largest_rest <= rooms["device"] / domain.num_devices
+    staged = float(order.largest_rest[np.flatnonzero(at_home)[-1]]) if at_home.any() else on_device
+    away = max(0.0, needed - max(0.0, rooms["device"]))
     lacks: dict[str, float] = {
         "device memory": on_device - rooms["device"] / domain.num_devices,
-        "host memory": -rooms["host"],
+        "host memory": (min(staged, away) if away - max(0.0, rooms["host"]) <= rooms["disk"] else 0.0) - rooms["host"],
         "weights memory": on_device - domain.weights_room(candidate),
     }
     resource = max(lacks, key=lambda name: lacks[name])
     if lacks[resource] <= 0:
         resource = "disk space"
-        lacks[resource] = needed - max(0.0, rooms["device"]) - max(0.0, rooms["host"]) - rooms["disk"]
+        lacks[resource] = away - max(0.0, rooms["host"]) - rooms["disk"]
     lack = max(1, round(lacks[resource]))
     device = search.machine.accelerator
     emulating, rate = "--device-memory", ""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from lmoffload_solver import counting
 from lmoffload_solver.chain_domain import ChainCandidate
 from lmoffload_solver.chain_plan import decision_of
 from lmoffload_solver.chain_predict import costs_of, simulate_chain
@@ -83,6 +84,18 @@ def test_what_does_not_fit_names_the_memory() -> None:
         assert outcome.resource == resource
         assert outcome.short_by_bytes > 0
         assert "bytes" in outcome.what_would_help
+
+
+def test_the_host_is_short_of_a_buffer_for_what_comes_from_the_disk() -> None:
+    """The disk has room for everything: what is said to be missing is enough, and no more than a layer too much."""
+    model, machine, work = make_model(6, 256, 512, stored="bf16"), make_device_machine(3 * MIB), make_work(4, 64, 8)
+    layer = sum(counting.tensor_bytes(tensor) for tensor in counting.layer_matrices(model, 0))
+    least = next(n for n in range(1, 4000) if isinstance(solve(model, machine, work, Limits(host_memory_bytes=n * 2**14)), Optimal)) * 2**14
+    for host in (least - 2**14, least - 2**17, least // 2):
+        outcome = solve(model, machine, work, Limits(host_memory_bytes=host))
+        assert isinstance(outcome, Infeasible) and outcome.resource == "host memory"
+        assert least <= host + outcome.short_by_bytes + 2**14 <= least + layer + 2**14
+        assert isinstance(solve(model, machine, work, Limits(host_memory_bytes=host + outcome.short_by_bytes)), Optimal)
 
 
 def test_what_if_solves_again() -> None:
