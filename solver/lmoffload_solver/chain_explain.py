@@ -137,6 +137,10 @@ def _simulated(search: ChainSearch, change: str, decision: Decision) -> Alternat
 
 
 def _solved(search: ChainSearch, change: str, candidate: ChainCandidate) -> Alternative:
+    """The best placement of other discrete choices, in a domain of their batch alone: the job's may not have it."""
+    batch = {"micro_batch": candidate.micro_batch, "num_micro_batches": candidate.num_micro_batches}
+    limits = search.domain.limits.model_copy(update=batch)
+    search = ChainSearch(search.job, search.machine, search.disk, limits, search.domain.quality, search.deadline)
     program = ChainProgram(search.domain.choices(candidate))
     solution = solve_program(program)
     if solution is None:

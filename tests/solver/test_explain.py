@@ -8,6 +8,7 @@ from lmoffload_solver.explain import Explanation, explain
 from lmoffload_solver.outcome import Optimal
 from lmoffload_solver.search import solve
 from lmoffload_solver.workload import Limits
+from tests.solver.device_toys import make_device_machine
 from tests.solver.toys import MIB, make_machine, make_model, make_work
 
 
@@ -38,6 +39,19 @@ def test_alternatives_are_no_better() -> None:
     assert "half the micro-batch" in priced
     assert "no reading ahead" in priced
     assert all(rate is None or rate <= best * (1 + 1e-9) for rate in priced.values())
+
+
+@pytest.mark.parametrize("micro_batch", [None, 6])
+def test_alternatives_of_a_batch_that_the_job_would_not_be_cut_into(micro_batch: int | None) -> None:
+    """Half of a batch that was asked for, or of a job's equal part, need not be among those that a search looks at."""
+    model, where, limits = make_model(6, 256, 512, stored="bf16"), make_device_machine(3 * MIB), Limits(micro_batch=micro_batch)
+    outcome = solve(model, where, make_work(44, 64, 6), limits)
+    assert isinstance(outcome, Optimal)
+    told = explain(model, where, outcome.plan, limits=limits)
+    priced = {alternative.change: alternative.tokens_per_s for alternative in told.alternatives}
+    assert priced["half the micro-batch"], "it needs no more memory"
+    if outcome.plan.gap == 0:
+        assert all(rate is None or rate <= outcome.plan.predicted.tokens_per_s * (1 + 1e-9) for rate in priced.values())
 
 
 def test_a_compute_bound_plan() -> None:
