@@ -54,6 +54,6 @@ def _factor(text: str) -> float:
         factor = float(text.lower().removesuffix("x"))
     except ValueError:
         factor = 0.0
-    if not 0 < factor < 1e6:
+    if not 0 < factor < 1e6 or text.startswith("+"):  # "+8" cores would be eight more, not eight times as many
         raise UsageError(f"{text!r} is no factor; write how many times as fast, such as 2x.")
     return factor

@@ -35,6 +35,7 @@ def test_quality_goal_and_files(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert [answer["change"]["resource"] for answer in told["answers"]] == ["device_memory", "link"]
     assert call(capsys, "what-if", str(file))[0] == 2
     assert call(capsys, "what-if", str(file), "--disk", "fast")[0] == 2
+    assert call(capsys, "what-if", str(file), "--cores", "+8")[0] == 2, "eight more are not eight times as many"
 
 
 def test_policies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
