@@ -60,13 +60,21 @@ def whole_file(path: Path, what: str) -> Iterator[Path]:
         try:
             yield part
             os.chmod(part, 0o644)
+            _sync(part)  # before the name is its: what a power cut leaves is the whole of the old or of the new
             os.replace(part, target)
+            sync_folder(target.parent)
         except BaseException:
             with suppress(OSError):
                 part.unlink()
             raise
     except OSError as error:
         raise StatedError(f"The {what} {path} cannot be written: {error.strerror or error}.") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where its file system can."""
+    with suppress(OSError):  # a folder may be one to write to and not to read, and some file systems refuse
+        _sync(folder)
 
 
 def write_whole(path: Path, text: str, what: str) -> None:
@@ -84,3 +92,11 @@ def write_whole(path: Path, text: str, what: str) -> None:
         return
     with whole_file(path, what) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -242,6 +242,7 @@ def _run(
     from lmoffload.api.engine import Engine
     from lmoffload.executor.pace import TokenSeconds
     from lmoffload.jobs.memory_watch import MemoryWatch
+    from lmoffload.jobs.output import SYNC_EVERY_S
 
     watch = MemoryWatch(planned.plan.predicted.peak_bytes.get("host", 0))
     progress = RunProgress(bar)
@@ -252,7 +253,7 @@ def _run(
             tell(first.pop())
         progress.show(step)
         if output is not None:
-            output.sync()
+            output.sync(0 if step.block_done else SYNC_EVERY_S)
 
     if output is not None:
         costs = TokenSeconds.of(planned.plan)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from lmoffload.documents import sync_folder
 from lmoffload_solver.schedule import PAGE_BYTES
 from lmoffload_solver.value import Value
 
@@ -119,15 +120,6 @@ def mend(folder: Path) -> None:
     if path.exists():
         data = path.read_bytes()
         os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write_line(fd: int, value: Value) -> None:

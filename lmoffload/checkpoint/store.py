@@ -33,9 +33,9 @@ from lmoffload.checkpoint.manifest import (
     mend,
     padded_bytes,
     read_manifest,
-    sync_folder,
     write_header,
 )
+from lmoffload.documents import sync_folder
 from lmoffload.settings import Settings
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import QUANTIZED, stored_bytes

@@ -51,4 +51,6 @@ class Pace:
         tokens = self._tokens + sum(len(row.generated) for row in active)
         share = done_s / self._total_s if self._total_s else self._num_done / self._num_prompts
         elapsed_s, binds = time.perf_counter() - self._began, max(meter.busy, key=lambda server: meter.busy[server])[0]
-        return Progress(step, block, self._num_done, self._num_prompts, share, self._total_s, tokens, elapsed_s, binds)
+        return Progress(
+            step, block, not active, self._num_done, self._num_prompts, share, self._total_s, tokens, elapsed_s, binds
+        )  # fmt: skip

@@ -86,6 +86,8 @@ class Progress:
     step: int
     """Of the current block, 0 its prefill."""
     block: int
+    block_done: bool
+    """No row of the block has more to compute."""
     num_done: int
     num_prompts: int
     share: float

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from pydantic import ValidationError
 
-from lmoffload.documents import check_place
+from lmoffload.documents import check_place, sync_folder
 from lmoffload.errors import StatedError
 from lmoffload.jobs.manifest import Manifest, manifest_place, read_manifest, write_manifest
 from lmoffload.jobs.results import Result
@@ -22,7 +22,7 @@ from lmoffload.jobs.tables import is_table, write_table
 from lmoffload.units import format_bytes
 
 SYNC_EVERY_S = 1.0
-"""What was written longer ago is on the disk, whatever happens to the machine."""
+"""Within a block, whose places may be taken again and again; its end brings to the disk what was written."""
 
 BYTES_PER_TOKEN, BYTES_PER_LINE = 20, 400
 """Of an output line, generously: a token's number and text; names, id and punctuation."""
@@ -132,7 +132,7 @@ class JobOutput:
         except OSError as error:
             raise self._failed(error) from error
 
-    def sync(self, every_s: float = SYNC_EVERY_S) -> None:
+    def sync(self, every_s: float) -> None:
         """Bring what was written to the disk, unless that was done less than `every_s` ago.
 
         Raises:
@@ -176,6 +176,7 @@ class JobOutput:
                 os.fsync(file.fileno())
             os.chmod(part, os.fstat(self._descriptor).st_mode & 0o777)
             os.replace(part, target)
+            sync_folder(target.parent)
         except BaseException:
             os.close(descriptor)
             os.unlink(part)

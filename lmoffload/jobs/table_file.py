@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -170,8 +169,6 @@ def main(arguments: Sequence[str]) -> int:
             columns, rows = results_in_order(Path(arguments[1]), json.load(sys.stdin))
             with open(arguments[2], "wb") as file:
                 write_rows(file, rows, columns, is_parquet(Path(arguments[3])))
-                file.flush()
-                os.fsync(file.fileno())
     except (StatedError, OSError, MemoryError) as error:
         print(sentence_of(error), file=sys.stderr)
         return 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,26 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(StatedError, match=r"plan .*plan cannot be written: No space left on device\."):
         write_whole(tmp_path / "plan", "new", "plan")
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == {"plan": "old"}
+
+
+def test_a_power_cut_leaves_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes are on the disk before the name is theirs, and the name before the call returns."""
+    done: list[object] = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        sync(descriptor)
+        status = os.fstat(descriptor)
+        done.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+
+    def named(*places: Path) -> None:
+        replace(*places)
+        done.append("named")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    write_whole(tmp_path / "plan", "1234", "plan")
+    assert done == [4, "named", "folder"]
 
 
 def test_places_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
