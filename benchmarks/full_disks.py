@@ -4,7 +4,7 @@
 
 The disk is a small tmpfs, so that this needs root. What must hold: the run ends with one sentence, which names the file and the reason;
 the lines finished before stay as they were, byte for byte, and every line that is there is whole but for the last; with room again, the
-same command goes on, and in the end the output is that of the undisturbed run, order aside.
+same command goes on, with at most a block computed again, and in the end the output is that of the undisturbed run, order aside.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def fill(disk: Path, free_pages: int) -> Path:
     return filler
 
 
-def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: int) -> int:
-    """One run during which the disk is filled: at any moment of its start, or after some more lines. Returns how many it added."""
+def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: int) -> tuple[int, int]:
+    """One run during which the disk is filled: at any moment of its start, or after some more lines. Returns how many it added, and how
+    many prompts are to be computed again."""
     before, more = whole_lines(output), chance.randint(1, most_lines)
     at_start, wait_s, pages = chance.random() < 0.2, chance.uniform(0, 4), chance.randint(0, 1)
     with job.start(output) as process:
@@ -71,7 +72,7 @@ def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: in
         assert len(after) == job.num_prompts, "what was left found room"
     assert after[: len(before)] == before, "lines finished before are as they were"
     assert all(json.loads(line)["finish_reason"] != "error" for line in after)
-    return len(after) - len(before)
+    return len(after) - len(before), job.computed_again(output, before, after)
 
 
 def fill_often(job: Job, folder: Path, times: int, seed: int) -> dict[str, int]:
@@ -81,20 +82,25 @@ def fill_often(job: Job, folder: Path, times: int, seed: int) -> dict[str, int]:
         AssertionError: something does not hold.
         PermissionError: only root can do so.
     """
-    chance, added = random.Random(seed), []
-    undisturbed = folder / "undisturbed.jsonl"
+    chance, undisturbed = random.Random(seed), folder / "undisturbed.jsonl"
     job.finish(undisturbed)
     with small_disk(folder / "disk") as disk:
         output = disk / "out.jsonl"
-        for _ in range(times):
-            added.append(fill_at_random(job, output, chance, max(1, 2 * job.num_prompts // (times + 1))))
+        most_lines = max(1, 2 * job.num_prompts // (times + 1))
+        added, again = zip(*(fill_at_random(job, output, chance, most_lines) for _ in range(times)), strict=True)
         before = whole_lines(output)
         job.finish(output)
         after = whole_lines(output)
         assert after[: len(before)] == before and b"".join(after) == output.read_bytes()
         assert {path.name for path in disk.iterdir()} == {"out.jsonl", "out.jsonl.job"}, "nothing is left behind"
     assert sorted(after) == sorted(whole_lines(undisturbed)) and len(after) == job.num_prompts, "the output is that of the undisturbed run"
-    return {"times": times, "while_writing": sum(map(bool, added)), "lines_before_the_last_run": len(before)}
+    return {
+        "times": times,
+        "while_writing": sum(map(bool, added)),
+        "computed_again": sum(again),
+        "most_computed_again_at_a_time": max(again),
+        "lines_before_the_last_run": len(before),
+    }
 
 
 if __name__ == "__main__":
