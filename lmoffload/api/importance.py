@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,7 @@ def _measure_apart(model: Model, machine: MachineProfile, limits: Limits, window
     arguments = {"model": model.place, "windows": [list(window) for window in windows], **documents}
     if not ask_child("importance", HANGS_S, arguments, module="lmoffload.api.child")["measured"]:
         measure_importance(model, Machine(machine, is_here=True), limits, windows)
+        gc.collect()  # an engine's parts name each other, and its weights are not to lie beside the run's
 
 
 def importance_of(

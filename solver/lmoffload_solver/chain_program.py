@@ -20,6 +20,7 @@ from lmoffload_solver.chain_terms import PLACES, Array, Sizes, StepTerms
 from lmoffload_solver.costs import Contention
 from lmoffload_solver.device_costs import Pair
 from lmoffload_solver.device_memory import KVBuffers
+from lmoffload_solver.modelling import load_pulp
 from lmoffload_solver.value import Resource, TensorClass, Tier
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -291,8 +292,7 @@ class ChainProgram:
 
     def as_pulp(self) -> tuple[Any, dict[str, Any]]:
         """The same as a PuLP model, and its rows by name."""
-        import pulp
-
+        pulp = load_pulp()
         model = pulp.LpProblem("placement", pulp.LpMinimize)
         variables = [
             model.add_variable(name, 0, None if upper == inf else float(upper))

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from lmoffload_solver.closed_form import Head, Layers
 from lmoffload_solver.costs import Contention
+from lmoffload_solver.modelling import load_pulp
 from lmoffload_solver.value import Tier
 
 
@@ -104,9 +105,7 @@ class Program:
     """
 
     def __init__(self, choices: Choices, *, whole: bool = False) -> None:
-        import pulp  # its import takes a tenth of a second, and infeasible plans need none
-
-        self.pulp = pulp
+        self.pulp = pulp = load_pulp()
         self.choices = choices
         self.model = pulp.LpProblem("placement", pulp.LpMinimize)
         self.rows: dict[str, Any] = {}

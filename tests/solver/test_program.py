@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +25,23 @@ def make_choices(memory: int, *, depth: int = 1, contention: Contention | None =
     of_layers = (WeightClass("attention", 400, 40.0, 4.0, 10), WeightClass("mlp", 600, 60.0, 6.0, 10))
     classes = (*of_layers, WeightClass("head", 200, 0.0, 2.0))
     return Choices(("host", "disk"), classes, STEPS, "layer", LAYERS, HEAD, depth, contention or Contention(), memory, weights)
+
+
+def test_nothing_of_the_caller_stays() -> None:
+    """What the first caller of the library held is free again when it has returned."""
+    code = """
+import gc, weakref
+from lmoffload_solver.modelling import load_pulp
+class Weights: pass
+def call():
+    held = Weights()
+    load_pulp().LpProblem("a")
+    return weakref.ref(held)
+held = call()
+gc.collect()
+assert held() is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_all_at_home() -> None:

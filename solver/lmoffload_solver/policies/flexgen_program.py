@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from lmoffload_solver.modelling import load_pulp
 from lmoffload_solver.policies.flexgen_constants import GIB
 from lmoffload_solver.policies.flexgen_memory import peak_bytes, usable_bytes
 from lmoffload_solver.policies.flexgen_model import Case, Shares, decode_terms_s, prefill_terms_s
@@ -27,9 +28,7 @@ class FlexgenProgram:
     """
 
     def __init__(self, case: Case, *, elastic: bool = False) -> None:
-        import pulp  # its import takes a tenth of a second
-
-        self.pulp = pulp
+        self.pulp = pulp = load_pulp()
         self.case = case
         self.model = pulp.LpProblem("flexgen", pulp.LpMinimize)
         new = self.model.add_variable
