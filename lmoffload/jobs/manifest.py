@@ -19,7 +19,7 @@ from lmoffload.jobs.job import Job, Options
 from lmoffload_solver.plan import Named, Plan
 from lmoffload_solver.value import Value, read_value
 
-Setting = float | int | str | tuple[str, ...] | None
+Setting = bool | float | int | str | tuple[str, ...] | None
 
 
 class Manifest(Value):
@@ -69,7 +69,7 @@ class Manifest(Value):
         if self.model.digest != begun.model.digest:
             differs = f"another model ({begun.model.name})" if self.model.name != begun.model.name else "other weights of the model"
         elif changed := _changed(self.options, begun.options):
-            differs = f"{changed} {begun.options.get(changed)} instead of {self.options.get(changed)}"
+            differs = f"{changed} {_told(begun.options.get(changed))} instead of {_told(self.options[changed])}"
         elif self.lines_digest != begun.lines_digest:
             differs = f"another input ({begun.num_lines} lines of {begun.input}, of which at least one is not as now)"
         if differs:
@@ -118,6 +118,14 @@ def write_manifest(output: Path, manifest: Manifest) -> None:
 
 def _changed(mine: Mapping[str, Setting], theirs: Mapping[str, Setting]) -> str | None:
     return next((name for name in mine if mine[name] != theirs.get(name)), None)
+
+
+def _told(setting: Setting) -> str:
+    if isinstance(setting, bool):
+        return "on" if setting else "off"
+    if isinstance(setting, tuple):
+        return " and ".join(map(repr, setting)) or "none"
+    return "none" if setting is None else str(setting)
 
 
 def _digest(job: Job) -> str:

@@ -117,8 +117,10 @@ def test_another_job_is_refused(call: Call, profiled: Path, model: Path, tmp_pat
         (["run", other_model, *base[2:]], "another model (tiny-llama)"),
         ([*base[:3], other_job, *base[4:]], "another input (4 lines of job.jsonl"),
         ([*base[:-1], "6"], "gen_len 5 instead of 6"),
-        ([*base, "--temperature", "0.5"], "temperature None instead of 0.5"),
-        ([*base, "--seed", "3"], "seed None instead of 3"),
+        ([*base, "--temperature", "0.5"], "temperature none instead of 0.5"),
+        ([*base, "--stop", "x", "--stop", "y"], "stop none instead of 'x' and 'y'"),
+        ([*base, "--logprobs"], "log_probabilities off instead of on"),
+        ([*base, "--seed", "3"], "seed none instead of 3"),
     ):
         shown = call(*arguments)
         assert (shown.code, shown.out) == (1, ""), arguments
