@@ -29,7 +29,7 @@ kills: .venv/.installed-dev
 
 # A job whose disk fills up at random moments, twenty times; wants root, for a small file system of its own.
 full-disks: .venv/.installed-dev
-	$(VENV_PYTHON) -m benchmarks.full_disks --times 20 --prompts 200
+	$(VENV_PYTHON) -m benchmarks.full_disks --times 20 --prompts 400
 
 # Ten jobs, each within a kernel limit of its planned memory and 5 % more; wants root and control groups, takes some minutes.
 ten-jobs: .venv/.installed-dev

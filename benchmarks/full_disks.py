@@ -1,6 +1,6 @@
 """Fill the disk of a job's output at random moments, and go on when there is room again; hold the output against an undisturbed run's.
 
-    python -m benchmarks.full_disks --times 20 --prompts 200
+    python -m benchmarks.full_disks --times 20 --prompts 400
 
 The disk is a small tmpfs, so that this needs root. What must hold: the run ends with one sentence, which names the file and the reason;
 the lines finished before stay as they were, byte for byte, and every line that is there is whole but for the last; with room again, the
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.kills import Job, command, whole_lines
+from benchmarks.kills import MOST_S, Job, command, whole_lines
 
 PAGE_BYTES = 4096
 """What a tmpfs counts in."""
@@ -27,7 +27,7 @@ STATED = ("cannot be written: No space left on device", "free where", "No space 
 
 
 @contextmanager
-def small_disk(place: Path, size: str = "512k") -> Iterator[Path]:
+def small_disk(place: Path, size: str = "2m") -> Iterator[Path]:
     """A disk of that size.
 
     Raises:
@@ -50,9 +50,9 @@ def fill(disk: Path, free_pages: int) -> Path:
     return filler
 
 
-def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: int) -> tuple[int, int]:
-    """One run during which the disk is filled: at any moment of its start, or after some more lines. Returns how many it added, and how
-    many prompts are to be computed again."""
+def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: int) -> tuple[bool, int, int]:
+    """One run during which the disk is filled: at any moment of its start, or after some more lines. Returns whether that ended it, how
+    many lines it added, and how many prompts are to be computed again."""
     before, more = whole_lines(output), chance.randint(1, most_lines)
     at_start, wait_s, pages = chance.random() < 0.2, chance.uniform(0, 4), chance.randint(0, 1)
     with job.start(output) as process:
@@ -62,7 +62,7 @@ def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: in
             while process.poll() is None and len(whole_lines(output)) < len(before) + more:
                 time.sleep(0.005)
         filler = fill(output.parent, pages)
-        _, remarks = process.communicate(timeout=300)
+        _, remarks = process.communicate(timeout=MOST_S)
     filler.unlink()
     after, last = whole_lines(output), remarks.strip().splitlines()[-1]
     assert "Traceback" not in remarks, remarks
@@ -72,7 +72,7 @@ def fill_at_random(job: Job, output: Path, chance: random.Random, most_lines: in
         assert len(after) == job.num_prompts, "what was left found room"
     assert after[: len(before)] == before, "lines finished before are as they were"
     assert all(json.loads(line)["finish_reason"] != "error" for line in after)
-    return len(after) - len(before), job.computed_again(output, before, after)
+    return process.returncode != 0, len(after) - len(before), job.computed_again(output, before, after)
 
 
 def fill_often(job: Job, folder: Path, times: int, seed: int) -> dict[str, int]:
@@ -86,8 +86,8 @@ def fill_often(job: Job, folder: Path, times: int, seed: int) -> dict[str, int]:
     job.finish(undisturbed)
     with small_disk(folder / "disk") as disk:
         output = disk / "out.jsonl"
-        most_lines = max(1, 2 * job.num_prompts // (times + 1))
-        added, again = zip(*(fill_at_random(job, output, chance, most_lines) for _ in range(times)), strict=True)
+        most_lines = max(1, job.num_prompts // (2 * times))  # a few more find room in a page that is there
+        ended, added, again = zip(*(fill_at_random(job, output, chance, most_lines) for _ in range(times)), strict=True)
         before = whole_lines(output)
         job.finish(output)
         after = whole_lines(output)
@@ -96,6 +96,7 @@ def fill_often(job: Job, folder: Path, times: int, seed: int) -> dict[str, int]:
     assert sorted(after) == sorted(whole_lines(undisturbed)) and len(after) == job.num_prompts, "the output is that of the undisturbed run"
     return {
         "times": times,
+        "runs_ended_by_it": sum(ended),
         "while_writing": sum(map(bool, added)),
         "computed_again": sum(again),
         "most_computed_again_at_a_time": max(again),

@@ -24,6 +24,8 @@ from pathlib import Path
 from lmoffload.jobs.manifest import manifest_place
 
 NICE, MOST_NICE = 5, 19
+MOST_S = 1200
+"""Of one run, on a machine that is busy with other things."""
 NOTED = Path(__file__).resolve().parent / "noted.py"
 
 
@@ -59,7 +61,7 @@ class Job:
     def finish(self, output: Path, *more: str) -> str:
         """A run to its end; returns its remarks."""
         with self.start(output, *more) as process:
-            _, remarks = process.communicate(timeout=300)
+            _, remarks = process.communicate(timeout=MOST_S)
         assert process.returncode == 0, remarks
         return remarks
 
