@@ -103,7 +103,7 @@ def kill_at_random(job: Job, output: Path, chance: random.Random, most_lines: in
                 time.sleep(0.005)
             nice = min(MOST_NICE, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
             assert process.poll() is not None or os.getpriority(os.PRIO_PROCESS, process.pid) == nice, "as nice as asked"
-            time.sleep(chance.uniform(0, 0.05))
+            time.sleep(chance.uniform(0, 0.5))
         process.kill()
     after = whole_lines(output)
     assert after[: len(before)] == before, "lines finished before a kill are as they were"
