@@ -17,6 +17,7 @@ from lmoffload.kernels.code import Compiled, host_machine
 from lmoffload.kernels.codec import CODECS
 from lmoffload.kernels.decode import coefficient_floats, emit_decode
 from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers, recalled
+from lmoffload.kernels.newest import STORABLE
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.softmax import score_floats
 from lmoffload_solver.counting import num_lines
@@ -55,9 +56,11 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     pool: Pool,
+    new: tuple[torch.Tensor, torch.Tensor] | None = None,
     memo: Memo | None = None,
+    most: Numbers | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token of each of `rows` over the last tokens of that row, which are stored, the new one included.
+    """Attention of one new token of each of `rows` over the last tokens of that row, the new one included.
 
     Query heads h * G .. (h + 1) * G share key head h. The bits of a row depend on its own query, keys, values and length.
 
@@ -65,13 +68,16 @@ def decode_attention(
         q: fp32 [R, H, D] contiguous.
         keys, values: of the same tokens: as many as the values have room for.
         rows: int64 [R].
-        lengths: int64 [R], tokens that each row has had, at least 1.
+        lengths: int64 [R] contiguous, tokens that each row has had, at least 1.
         scaling: factor on q . k.
         window: a query sees the last `window` tokens, its own included (transformers' sliding_window); None for all.
         softcap: logits become softcap * tanh(logits / softcap), after scaling.
         sinks: fp32 [H], one more logit a head that takes part in the softmax's sum alone.
         pool: who computes; (row, key head) pairs are shared out by length.
-        memo: of other layers whose keys, values and heads lie and are as here, for the same rows, lengths and window.
+        new: the new token's key [R, heads, D] and value [R, heads, Dv], fp32 contiguous, to be stored first; None: they are stored.
+        memo: of other layers whose keys, values and heads lie and are as here, for the same rows and window, and the same `lengths`:
+            the array, whose numbers may have grown.
+        most: int64 [R], what the lengths may grow to while the memo is kept; as they are where None.
 
     Returns:
         fp32 [R, H, Dv].
@@ -81,23 +87,47 @@ def decode_attention(
     assert keys.heads == values.heads and keys.dim == dim, "keys, values and q do not belong together"
     group, entry = heads // keys.heads, decode_kernel(keys.format, values.format).entry
     columns = LINE_ELEMENTS * num_lines(values.dim) if values.format in CODECS else values.dim
-    tables = recalled(memo, lambda: _Tables.of(keys, values, rows, lengths, window, group, pool.threads))
-    out, scratch = torch.empty(num_rows, heads, columns), torch.empty(len(tables.jobs), tables.num_scores + tables.num_coefficients)
-    before = q.data_ptr(), keys.data.data_ptr(), values.data.data_ptr(), *tables.addresses, out.data_ptr()
+    tables = recalled(memo, lambda: _Tables.of(keys, values, rows, lengths, lengths if most is None else most, window, group, pool.threads))
+    out = pool.empty(num_rows, heads, columns)
+    scratch = pool.empty(len(tables.jobs), tables.num_scores + tables.num_coefficients)
+    before = q.data_ptr(), *_store_first(new, keys, values, rows, lengths, pool), keys.data.data_ptr(), values.data.data_ptr()
     sizes = keys.heads, group, dim, values.dim, 4 * columns, NO_WINDOW if window is None else window
     sink, reals, keeps = 0 if sinks is None else sinks.data_ptr(), (real_word(scaling), real_word(softcap or 0.0)), (q, out, scratch)
+    if new is not None:
+        keeps = (*keeps, *new)
     place, size = scratch.data_ptr(), 4 * scratch.shape[1]
+    before = *before, *tables.addresses, out.data_ptr(), sink
     calls = [
-        Call(entry, (*before, sink, place + i * size, place + i * size + 4 * tables.num_scores, first, end, *sizes, *reals), keeps)
+        Call(entry, (*before, place + i * size, place + i * size + 4 * tables.num_scores, first, end, *sizes, *reals), keeps)
         for i, (first, end) in enumerate(tables.jobs)
     ]
     pool.run(calls)
-    return out if columns == values.dim else out[..., : values.dim]
+    if columns == values.dim:
+        return out
+    pool.settle()
+    return out[..., : values.dim]
+
+
+def _store_first(
+    new: tuple[torch.Tensor, torch.Tensor] | None, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, pool: Pool
+) -> tuple[int, int]:
+    """Where the keys and values lie that the kernel stores first; 0 for those that are stored."""
+    if new is None:
+        return 0, 0
+    places = []
+    for kept, one in zip((keys, values), new, strict=True):
+        assert one.is_contiguous() and one.dtype == torch.float32, "new keys and values are fp32 and contiguous"
+        known = kept.format in STORABLE
+        if not known:
+            pool.settle()
+            kept.store_tokens(rows, lengths - 1, one)
+        places.append(one.data_ptr() if known else 0)
+    return places[0], places[1]
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """What follows from rows and lengths alone."""
+    """What follows from rows and what their lengths may be."""
 
     tables: tuple[Numbers, ...]
     """Of the rows: where keys and values begin, their rooms, lengths."""
@@ -107,9 +137,11 @@ class _Tables:
     """fp32 numbers of a job's scratch."""
 
     @staticmethod
-    def of(keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, window: int | None, group: int, threads: int) -> _Tables:
-        kept = np.minimum(lengths, np.minimum(values.rooms[rows], NO_WINDOW if window is None else window))
-        assert (kept >= 1).all(), "a row without a key"
+    def of(
+        keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, most: Numbers, window: int | None, group: int, threads: int
+    ) -> _Tables:
+        kept = np.minimum(most, np.minimum(values.rooms[rows], NO_WINDOW if window is None else window))
+        assert (kept >= 1).all() and (most >= lengths).all(), "a row without a key, or longer than it may be"
         tables = [table[rows] for table in (keys.starts, values.starts, keys.rooms, values.rooms)]
         return _Tables(
             tables=tuple(np.ascontiguousarray(table) for table in (*tables, lengths)),

@@ -44,7 +44,17 @@ class Processor(Protocol):
         """See `attention.prefill_attention`."""
 
     def decode(
-        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+        self,
+        q: torch.Tensor,
+        keys: KVRows,
+        values: KVRows,
+        rows: Numbers,
+        lengths: Numbers,
+        *,
+        new: tuple[torch.Tensor, torch.Tensor],
+        memo: Memo,
+        most: Numbers,
+        **options: Any,
     ) -> torch.Tensor:
         """See `decode_attention.decode_attention`."""
 
@@ -66,9 +76,9 @@ class HostProcessor:
         return prefill_attention(q, k, v, segments, pool=self.pool, **options)
 
     def decode(
-        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, **options: Any
     ) -> torch.Tensor:
-        return decode_attention(q, keys, values, rows, lengths, pool=self.pool, memo=memo, **options)
+        return decode_attention(q, keys, values, rows, lengths, pool=self.pool, **options)
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,18 @@ class DeviceProcessor:
         return device_prefill_attention(q, k, v, segments, **options)
 
     def decode(
-        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+        self,
+        q: torch.Tensor,
+        keys: KVRows,
+        values: KVRows,
+        rows: Numbers,
+        lengths: Numbers,
+        *,
+        new: tuple[torch.Tensor, torch.Tensor],
+        memo: Memo,
+        most: Numbers,
+        **options: Any,
     ) -> torch.Tensor:
+        for kept, one in zip((keys, values), new, strict=True):
+            kept.store_tokens(rows, lengths - 1, one)
         return device_decode_attention(q, keys, values, rows, lengths, **options)
