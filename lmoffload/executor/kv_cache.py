@@ -56,8 +56,8 @@ class LayerCache:
         return replace(self, keys=keys, values=values)
 
     def pages(self, rows: Numbers, positions: Numbers) -> list[tuple[int, int]]:
-        """Bytes [begin, end) of the staging buffer, whole pages, that storing one more token of each row at its position changes; with what lies between where that is little:
-        one more write costs as much as writing some more bytes."""
+        """Bytes [begin, end) of the staging buffer, whole pages, that storing one more token of each row changes, with what lies between
+        where that is little: one more write costs as much as writing some more bytes."""
         middle, found = counting.whole_pages(self.keys.data.numel()), []
         for kept, start in ((self.keys, 0), (self.values, middle)):
             begins, ends = kept.touched(rows, positions)

@@ -17,6 +17,7 @@ from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
 from lmoffload.executor.row import Row
 from lmoffload.executor.standing import Standing
+from lmoffload.kernels.decode_attention import Newest
 from lmoffload.kernels.pool import timed
 from lmoffload.kernels.processor import Processor
 from lmoffload.modeling.bind import lookup
@@ -256,7 +257,7 @@ class MicroBatch:
         """Attention of this micro-batch at a layer; see `modeling.runtime.Batch`."""
         assert self._now is not None and self.cache is not None
         packed, cache, pool = self._now.packed, self.cache.layers[layer], self._processor.pool
-        options = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
+        options: dict[str, Any] = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
         if self._now.phase == "prefill":
             for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
                 cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], pool)
@@ -266,9 +267,9 @@ class MicroBatch:
         count, num_tokens = len(standing.rows), query.shape[0]
         if count < num_tokens:
             query, key, value = query[:count], key[:count], value[:count]
-        new, memo = (key.contiguous(), value.contiguous()), standing.memos[self._alike[layer]]
-        given = query.contiguous(), cache.keys, cache.values, standing.rows, standing.lengths
-        attended = timed(pool, partial(self._processor.decode, *given, new=new, memo=memo, most=standing.most, **options), tell)
+        newest = Newest(key.contiguous(), value.contiguous(), standing.most, standing.memos[self._alike[layer]])
+        given = query.contiguous(), cache.keys, cache.values, standing.rows, standing.lengths, newest
+        attended = timed(pool, partial(self._processor.decode, *given, **options), tell)
         if count == num_tokens:
             return attended
         if pool is not None:

@@ -31,8 +31,8 @@ KEYS_AHEAD = 32
 PARAMETERS = (
     ("q", ADDRESS), ("new_keys", ADDRESS), ("new_values", ADDRESS), ("keys", ADDRESS), ("values", ADDRESS), ("key_starts", ADDRESS),
     ("value_starts", ADDRESS), ("key_rooms", ADDRESS), ("value_rooms", ADDRESS), ("lengths", ADDRESS), ("out", ADDRESS),
-    ("sinks", ADDRESS), ("scores", ADDRESS), ("coefficients", ADDRESS), ("first_pair", I64), ("end_pair", I64), ("kv_heads", I64), ("group", I64), ("dim", I64), ("value_dim", I64), ("out_row", I64),
-    ("window", I64), ("scaling", F32), ("softcap", F32),
+    ("sinks", ADDRESS), ("scores", ADDRESS), ("coefficients", ADDRESS), ("first_pair", I64), ("end_pair", I64), ("kv_heads", I64),
+    ("group", I64), ("dim", I64), ("value_dim", I64), ("out_row", I64), ("window", I64), ("scaling", F32), ("softcap", F32),
 )  # fmt: skip
 """Of the compiled function. Pairs are row * kv_heads + key head. new_keys, new_values: fp32 [pairs, dim] and [pairs, value_dim], stored as
 the newest before anything is read; 0 where they are stored already. window: larger than any length for none; softcap, sinks: 0 for none.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,21 @@ from lmoffload.kernels.softmax import score_floats
 from lmoffload_solver.counting import num_lines
 from lmoffload_solver.formats import LINE_ELEMENTS
 
-JOB_FLOATS = 1 << 17
-"""Keys' and values' numbers worth a job of their own: about 50 microseconds."""
+JOB_FLOATS = 1 << 14
+"""Keys' and values' numbers worth a job of their own: some 5 microseconds, where a thread that looks begins in one."""
+
+class Newest(NamedTuple):
+    """What is known of one new token of each row, beside its query."""
+
+    key: torch.Tensor
+    """fp32 [R, heads, D] contiguous."""
+    value: torch.Tensor
+    """fp32 [R, heads, Dv] contiguous."""
+    most: Numbers
+    """int64 [R], what the rows' lengths may grow to while the memo is kept."""
+    memo: Memo
+    """Of layers whose keys, values and heads lie alike, for the same rows and window, and the same array of lengths, which may grow."""
+
 
 @dataclass(frozen=True)
 class DecodeKernel:
@@ -56,9 +70,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     pool: Pool,
-    new: tuple[torch.Tensor, torch.Tensor] | None = None,
-    memo: Memo | None = None,
-    most: Numbers | None = None,
+    newest: Newest | None = None,
 ) -> torch.Tensor:
     """Attention of one new token of each of `rows` over the last tokens of that row, the new one included.
 
@@ -74,10 +86,7 @@ def decode_attention(
         softcap: logits become softcap * tanh(logits / softcap), after scaling.
         sinks: fp32 [H], one more logit a head that takes part in the softmax's sum alone.
         pool: who computes; (row, key head) pairs are shared out by length.
-        new: the new token's key [R, heads, D] and value [R, heads, Dv], fp32 contiguous, to be stored first; None: they are stored.
-        memo: of other layers whose keys, values and heads lie and are as here, for the same rows and window, and the same `lengths`:
-            the array, whose numbers may have grown.
-        most: int64 [R], what the lengths may grow to while the memo is kept; as they are where None.
+        newest: the new tokens, to be stored first; None: they are stored.
 
     Returns:
         fp32 [R, H, Dv].
@@ -87,16 +96,17 @@ def decode_attention(
     assert keys.heads == values.heads and keys.dim == dim, "keys, values and q do not belong together"
     group, entry = heads // keys.heads, decode_kernel(keys.format, values.format).entry
     columns = LINE_ELEMENTS * num_lines(values.dim) if values.format in CODECS else values.dim
-    tables = recalled(memo, lambda: _Tables.of(keys, values, rows, lengths, lengths if most is None else most, window, group, pool.threads))
+    memo, most = (None, lengths) if newest is None else (newest.memo, newest.most)
+    tables = recalled(memo, lambda: _Tables.of(keys, values, rows, lengths, most, window, group, pool.threads))
     out = pool.empty(num_rows, heads, columns)
     scratch = pool.empty(len(tables.jobs), tables.num_scores + tables.num_coefficients)
-    before = q.data_ptr(), *_store_first(new, keys, values, rows, lengths, pool), keys.data.data_ptr(), values.data.data_ptr()
+    before = (
+        *(q.data_ptr(), *_to_store(newest, keys, values, rows, lengths, pool), keys.data.data_ptr(), values.data.data_ptr()),
+        *(*tables.addresses, out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
+    )
     sizes = keys.heads, group, dim, values.dim, 4 * columns, NO_WINDOW if window is None else window
-    sink, reals, keeps = 0 if sinks is None else sinks.data_ptr(), (real_word(scaling), real_word(softcap or 0.0)), (q, out, scratch)
-    if new is not None:
-        keeps = (*keeps, *new)
+    reals, keeps = (real_word(scaling), real_word(softcap or 0.0)), (q, out, scratch, *(() if newest is None else newest[:2]))
     place, size = scratch.data_ptr(), 4 * scratch.shape[1]
-    before = *before, *tables.addresses, out.data_ptr(), sink
     calls = [
         Call(entry, (*before, place + i * size, place + i * size + 4 * tables.num_scores, first, end, *sizes, *reals), keeps)
         for i, (first, end) in enumerate(tables.jobs)
@@ -108,21 +118,19 @@ def decode_attention(
     return out[..., : values.dim]
 
 
-def _store_first(
-    new: tuple[torch.Tensor, torch.Tensor] | None, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, pool: Pool
-) -> tuple[int, int]:
+def _to_store(newest: Newest | None, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, pool: Pool) -> Sequence[int]:
     """Where the keys and values lie that the kernel stores first; 0 for those that are stored."""
-    if new is None:
+    if newest is None:
         return 0, 0
     places = []
-    for kept, one in zip((keys, values), new, strict=True):
+    for kept, one in ((keys, newest.key), (values, newest.value)):
         assert one.is_contiguous() and one.dtype == torch.float32, "new keys and values are fp32 and contiguous"
         known = kept.format in STORABLE
         if not known:
             pool.settle()
             kept.store_tokens(rows, lengths - 1, one)
         places.append(one.data_ptr() if known else 0)
-    return places[0], places[1]
+    return places
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ class GroupedKeys(KVRows):
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
         lines, full = self._newest_lines, positions % LINE_ELEMENTS == LINE_ELEMENTS - 1
-        lines[torch.from_numpy((self._newest(rows) + (positions % LINE_ELEMENTS)[:, None]).reshape(-1))] = new.reshape(-1, self.dim).to(NEWEST)
+        places = (self._newest(rows) + (positions % LINE_ELEMENTS)[:, None]).reshape(-1)
+        lines[torch.from_numpy(places)] = new.reshape(-1, self.dim).to(NEWEST)
         if full.any():
             index = self._newest(rows)[full][:, :, None] + np.arange(LINE_ELEMENTS)
             groups = lines[torch.from_numpy(index.reshape(-1))].view(-1, self.heads, 1, LINE_ELEMENTS, self.dim)

@@ -109,14 +109,11 @@ class Later:
                     if place == len(stages):
                         stages.append([])
                     stages[place] = [*stages[place], *calls]
-        marks = [mark if mark.parts[0][0] < begin else mark._replace(parts=_moved(mark, places)) for mark in self.marks]
+        moved = [[places.get(stage, stage) for stage, _ in mark.parts] for mark in self.marks]
         sizes: dict[int, float] = defaultdict(float)
-        for mark in marks:
-            for stage, _ in mark.parts:
+        for mark, its in zip(self.marks, moved, strict=True):
+            for stage in its:
                 sizes[stage] += mark.size
         self.stages[:] = stages
-        self.marks[:] = [mark._replace(parts=tuple((stage, mark.size / sizes[stage]) for stage, _ in mark.parts)) for mark in marks]
-
-
-def _moved(mark: Mark, places: dict[int, int]) -> tuple[tuple[int, float], ...]:
-    return tuple((places[stage], share) for stage, share in mark.parts)
+        for i, (mark, its) in enumerate(zip(self.marks, moved, strict=True)):
+            self.marks[i] = mark._replace(parts=tuple((stage, mark.size / sizes[stage]) for stage in its))

@@ -60,9 +60,8 @@ def _attends(module: nn.Module) -> bool:
         return _computes_as(module, LlamaAttention)
     from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-    return _computes_as(module, qwen3.Qwen3Attention) and all(
-        _computes_as(norm, qwen3.Qwen3RMSNorm) for norm in (module.q_norm, module.k_norm)
-    )
+    norms = module.get_submodule("q_norm"), module.get_submodule("k_norm")
+    return _computes_as(module, qwen3.Qwen3Attention) and all(_computes_as(norm, qwen3.Qwen3RMSNorm) for norm in norms)
 
 
 def _forward(module: nn.Module) -> Any:

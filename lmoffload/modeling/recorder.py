@@ -23,6 +23,8 @@ from lmoffload.modeling.runtime import Runtime
 from lmoffload_solver.memory import RECORDED_SIZES
 
 Result = TypeVar("Result")
+Embeddings = tuple[torch.Tensor, torch.Tensor]
+"""Of positions: cosines and sines."""
 
 
 class Anyone:
@@ -78,7 +80,7 @@ class Recorder:
         matrix = product.matrix
         return matrix.data.data_ptr(), matrix.format, self.runtime.kernel(matrix.format)
 
-    def arrive(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: object) -> torch.Tensor | None:
+    def arrive(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: Embeddings) -> torch.Tensor | None:
         """Called as a layer begins whose rows stand still: what it gives, if an earlier one has computed it, too, or computes it now with
         those that follow; None: it is to be computed."""
         standing, left = self.standing, self._left
@@ -92,14 +94,13 @@ class Recorder:
             kept.chains[layer] = self._chain(layer, kept.layers)
         if (chain := kept.chains[layer]) is None:
             return None
-        cosines, sines = embeddings  # type: ignore[misc]
-        out = chain.do(self._pool, hidden_states, cosines, sines)
+        out = chain.do(self._pool, hidden_states, *embeddings)
         self._ahead = Ahead(out, frozenset(chain.layers[1:]))
         assert self.runtime.batch is not None
         self.runtime.batch.computed = chain.spans
         return out
 
-    def leave(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: object) -> None:
+    def leave(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: Embeddings) -> None:
         """Called as such a layer has been computed."""
         self._left = Left(layer, hidden_states, embeddings)
 
@@ -122,7 +123,7 @@ class Left(NamedTuple):
 
     layer: nn.Module
     hidden: torch.Tensor
-    embeddings: object
+    embeddings: Embeddings
 
 
 class Ahead(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from lmoffload.kernels import decode_attention as module
 from lmoffload.kernels.code import host_machine
 from lmoffload.kernels.codec import CODECS
-from lmoffload.kernels.decode_attention import decode_attention, reference_decode_attention, share_pairs
+from lmoffload.kernels.decode_attention import Newest, decode_attention, reference_decode_attention, share_pairs
 from lmoffload.kernels.kv_rows import Memo, keys_of, values_of
 from lmoffload.kernels.pool import Pool
 from lmoffload_solver import counting
@@ -245,7 +245,7 @@ def test_new_tokens_are_stored_as_tokens_are(kv_heads, dim, value_dim, formats):
             kept.store_tokens(one.rows, lengths - 1, given)
         q = random(len(lengths), kv_heads, dim)
         with Pool(2) as pool:
-            expected, found = one.attend(q, pool), two.attend(q, pool, new=new)
+            expected, found = one.attend(q, pool), two.attend(q, pool, newest=Newest(*new, lengths, Memo()))
         assert torch.equal(one.keys.data, two.keys.data) and torch.equal(one.values.data, two.values.data)
         assert torch.equal(expected, found)
 
@@ -257,6 +257,7 @@ def test_lengths_may_grow_where_a_memo_is_kept(pool):
     q = random(2, 4, 64)
     for _ in range(5):
         options = {"scaling": 0.1, "pool": pool}
-        found = decode_attention(q, cache.keys, cache.values, cache.rows, lengths, memo=memo, most=np.array([200, 130]), **options)
+        newest = Newest(random(2, 2, 64), random(2, 2, 64), np.array([200, 130]), memo)
+        found = decode_attention(q, cache.keys, cache.values, cache.rows, lengths, newest=newest, **options)
         assert torch.equal(found, decode_attention(q, cache.keys, cache.values, cache.rows, lengths.copy(), **options))
         lengths += 20
