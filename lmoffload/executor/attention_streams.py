@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from lmoffload.executor.resources import Queue
+from lmoffload.kernels.decode_attention import Newest
 from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import HostProcessor
@@ -25,17 +26,17 @@ class StreamedAttention(HostProcessor):
     """Of each further stream who calls, and its threads; the calling thread and `pool` are the first."""
 
     def decode(
-        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, newest: Newest, **options: Any
     ) -> torch.Tensor:
         parts = shares(lengths, 1 + len(self.others))
         if len(parts) == 1:
-            return super().decode(q, keys, values, rows, lengths, memo, **options)
+            return super().decode(q, keys, values, rows, lengths, newest, **options)
         found: list[torch.Tensor] = [q] * len(parts)
 
         def attend(number: int, pool: Pool) -> None:
             own = slice(parts[number].start, parts[number].stop)
-            attended = HostProcessor(pool).decode(q[own], keys, values, rows[own], lengths[own], **options)
-            found[number] = attended
+            of_these = Newest(newest.key[own], newest.value[own], newest.most[own], Memo())
+            found[number] = HostProcessor(pool).decode(q[own], keys, values, rows[own], lengths[own], of_these, **options)
 
         theirs = zip(range(1, len(parts)), self.others, strict=False)
         events = [queue.enqueue(partial(attend, number, pool)) for number, (queue, pool) in theirs]

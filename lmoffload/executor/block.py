@@ -210,6 +210,9 @@ class _Walk:
                 reached = batch.resume(unit.kind == "head", self._enter)
             assert reached is None or reached == task.unit + 1, "the forward does not follow the plan's units"
             end = self._leave()
+            if batch.computed:  # its layer was computed in one go with others
+                span = batch.computed.pop(0)
+                begin, end = span if len(batch.forwards) == 1 else (begin, end)
             runner._meter.task(task, begin, end)
         with self._progress:
             self._computed = task.index

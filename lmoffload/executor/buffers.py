@@ -16,7 +16,11 @@ class Slab:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE))
+        size, private = max(num_bytes, mmap.PAGESIZE), getattr(mmap, "MAP_PRIVATE", None)
+        if private is None:
+            self._map = mmap.mmap(-1, size)
+        else:  # shared memory, which is Python's default, gets huge pages on few systems
+            self._map = mmap.mmap(-1, size, flags=private | mmap.MAP_ANONYMOUS)
         if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)

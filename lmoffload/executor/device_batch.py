@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +30,11 @@ class Handed:
     options: dict[str, Any]
     out: torch.Tensor | None = None
     """On the device."""
+    seconds: float = 0.0
+    """That attending took."""
+
+    def took(self, seconds: float) -> None:
+        self.seconds = seconds
 
 
 class DeviceBatch(MicroBatch):
@@ -77,17 +81,19 @@ class DeviceBatch(MicroBatch):
         scaling: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        tell: Callable[[float], None],
     ) -> torch.Tensor:
         """See `modeling.runtime.Batch`; the forward waits here while the host attends."""
         options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         if layer != self.hands_over:
-            return super().attend(layer, query, key, value, **options)
+            return super().attend(layer, query, key, value, **options, tell=tell)
         count = len(self.spans)
         given = (query[:count].contiguous(), key[:count].contiguous(), value[:count].contiguous())
         self._handed = handed = Handed(layer, given, options)
         Runtime.reach(AT_ATTENTION)
         assert handed.out is not None, "taken up before the host had attended"
         self._handed = None
+        tell(handed.seconds)
         out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         out[:count] = handed.out
         return out
@@ -102,9 +108,7 @@ class DeviceBatch(MicroBatch):
         query, key, value = (given.to(host.dtype) for given in down)
         own, self._processor = self._processor, host
         try:
-            begin_s = time.perf_counter()
-            attended = super().attend(handed.layer, query, key, value, **handed.options)
-            self.attended_s = time.perf_counter() - begin_s
+            attended = super().attend(handed.layer, query, key, value, **handed.options, tell=handed.took)
         finally:
             self._processor = own
         source = attended.to(own.dtype).contiguous()

@@ -6,13 +6,13 @@ How a row lies in each format is said in `lmoffload.kernels.kv_rows`. Where a la
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from lmoffload.executor.buffers import Slab
-from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers, keys_of, values_of
+from lmoffload.kernels.kv_rows import KVRows, Numbers, keys_of, values_of
 from lmoffload.kernels.pool import Pool
 from lmoffload_solver import counting
 from lmoffload_solver.model import LayerShape
@@ -56,8 +56,8 @@ class LayerCache:
         return replace(self, keys=keys, values=values)
 
     def pages(self, rows: Numbers, positions: Numbers) -> list[tuple[int, int]]:
-        """Bytes [begin, end) of the staging buffer, whole pages, that `store_tokens` changes; with what lies between where that is little:
-        one more write costs as much as writing some more bytes."""
+        """Bytes [begin, end) of the staging buffer, whole pages, that storing one more token of each row changes, with what lies between
+        where that is little: one more write costs as much as writing some more bytes."""
         middle, found = counting.whole_pages(self.keys.data.numel()), []
         for kept, start in ((self.keys, 0), (self.values, middle)):
             begins, ends = kept.touched(rows, positions)
@@ -71,23 +71,6 @@ class LayerCache:
         """Store a row's prompt from token `first` on: key [s, kv_heads, key_dim], value [s, kv_heads, value_dim]."""
         self.keys.store_run(row, first, key, pool)
         self.values.store_run(row, first, value, pool)
-
-    def store_tokens(
-        self, rows: Numbers, positions: Numbers, key: torch.Tensor, value: torch.Tensor, memo: LayerMemo | None = None
-    ) -> None:
-        """Store one new token of each of `rows` at its position: key [R, kv_heads, key_dim], value [R, kv_heads, value_dim]."""
-        self.keys.store_tokens(rows, positions, key, None if memo is None else memo.keys)
-        self.values.store_tokens(rows, positions, value, None if memo is None else memo.values)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerMemo:
-    """What layers of one shape have in common while the same rows take a step: for storing their tokens, and attending to them."""
-
-    keys: Memo = field(default_factory=Memo)
-    values: Memo = field(default_factory=Memo)
-    attention: Memo = field(default_factory=Memo)
-
 
 def _nothing(count: int) -> torch.Tensor:
     return torch.empty(1, dtype=torch.uint8).expand(count)

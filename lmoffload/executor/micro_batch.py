@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,9 +13,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from lmoffload.executor.kv_cache import KVCache, LayerMemo, kv_bytes
+from lmoffload.executor.kv_cache import KVCache, kv_bytes
 from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
 from lmoffload.executor.row import Row
+from lmoffload.executor.standing import Standing
+from lmoffload.kernels.decode_attention import Newest
+from lmoffload.kernels.pool import timed
 from lmoffload.kernels.processor import Processor
 from lmoffload.modeling.bind import lookup
 from lmoffload_solver import counting
@@ -37,8 +38,6 @@ class Forward:
     thread: Any
     """Its greenlet."""
     logits: torch.Tensor | None = None
-    memos: dict[int, LayerMemo] = field(default_factory=lambda: defaultdict(LayerMemo))
-    """By the first layer of each shape."""
 
 
 class MicroBatch:
@@ -76,8 +75,10 @@ class MicroBatch:
         self.logits: torch.Tensor | None = None
         self._ended: list[int] = []
         """Places of the rows that `logits` are of."""
-        self.attended_s = 0.0
-        """Seconds of the last attention, storing keys and values left out."""
+        self.computed: list[tuple[float, float]] = []
+        """See `modeling.runtime.Batch`."""
+        self._standing: Standing | None = None
+        """Of the decode step under way."""
         self.tokens_taken = 0
         """Tokens that the last `take_tokens` chose."""
         self.tokens_held = 0
@@ -111,7 +112,7 @@ class MicroBatch:
 
     def release(self) -> None:
         """Drop the cache."""
-        self.cache = None
+        self.cache = self._standing = None
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -124,6 +125,13 @@ class MicroBatch:
         """(tokens attended to before, tokens with the newest) of each row in the forward being computed."""
         assert self._now is not None
         return self._now.packed.spans
+
+    @property
+    def standing(self) -> Standing | None:
+        """See `modeling.runtime.Batch`."""
+        assert self._now is not None
+        standing = self._standing if self._now.phase == "decode" and not self._on_disk else None
+        return standing if standing is not None and standing.steps > 1 else None  # rows that come and go would be recorded again and again
 
     @property
     def forwards(self) -> list[tuple[Phase, int, int]]:
@@ -172,8 +180,7 @@ class MicroBatch:
     ) -> int:
         """Begin a step: a forward of the rows that decode, and one (or one for each chunk) of the prompts that are new. Returns the first
         unit reached (after the embedding). enter: called before each forward."""
-        self.logits = None
-        reached = None
+        self.logits, self.computed, reached = None, [], None
         for phase, packed in self._packed():
             enter(phase)
             rows = table_rows(packed.token_ids).to(self._processor.device, self._processor.dtype)
@@ -195,7 +202,10 @@ class MicroBatch:
         tokens = [row.tokens for row in self.rows]
         active = [place for place, row in enumerate(self.rows) if row.active]
         if begun := [place for place in active if not self.rows[place].fresh]:
-            yield "decode", pack_newest(begun, tokens, self._token_multiple)
+            packed = pack_newest(begun, tokens, self._token_multiple)
+            if self._standing is None or not self._standing.goes_on(packed.rows, packed.lengths):
+                self._standing = Standing.of(packed.rows, packed.lengths, self.rooms)
+            yield "decode", packed
         if fresh := [place for place in active if self.rows[place].fresh]:
             for packed in pack_prompts(fresh, tokens, self._prefill_chunk, self._token_multiple):
                 yield "prefill", packed
@@ -242,28 +252,29 @@ class MicroBatch:
         scaling: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        tell: Callable[[float], None],
     ) -> torch.Tensor:
         """Attention of this micro-batch at a layer; see `modeling.runtime.Batch`."""
         assert self._now is not None and self.cache is not None
-        packed, cache = self._now.packed, self.cache.layers[layer]
+        packed, cache, pool = self._now.packed, self.cache.layers[layer], self._processor.pool
+        options: dict[str, Any] = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
         if self._now.phase == "prefill":
             for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
-                cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], self._processor.pool)
-            begin_s = time.perf_counter()
-            options = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
-            attended = self._attend_prompts(packed, query, key, value, options)
-            self.attended_s = time.perf_counter() - begin_s
+                cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], pool)
+            return timed(pool, partial(self._attend_prompts, packed, query, key, value, options), tell)
+        standing = self._standing
+        assert standing is not None
+        count, num_tokens = len(standing.rows), query.shape[0]
+        if count < num_tokens:
+            query, key, value = query[:count], key[:count], value[:count]
+        newest = Newest(key.contiguous(), value.contiguous(), standing.most, standing.memos[self._alike[layer]])
+        given = query.contiguous(), cache.keys, cache.values, standing.rows, standing.lengths, newest
+        attended = timed(pool, partial(self._processor.decode, *given, **options), tell)
+        if count == num_tokens:
             return attended
-        memo, rows, lengths = self._now.memos[self._alike[layer]], packed.rows, packed.lengths
-        count = len(rows)
-        cache.store_tokens(rows, lengths - 1, key[:count], value[:count], memo)
-        begin_s = time.perf_counter()
-        attended = self._processor.decode(
-            query[:count].contiguous(), cache.keys, cache.values, rows, lengths, memo.attention,
-            scaling=scaling, window=cache.shape.window, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
-        self.attended_s = time.perf_counter() - begin_s
-        return functional.pad(attended, (0, 0, 0, 0, 0, query.shape[0] - count)) if count < query.shape[0] else attended
+        if pool is not None:
+            pool.settle()
+        return functional.pad(attended, (0, 0, 0, 0, 0, num_tokens - count))
 
     def _attend_prompts(
         self, packed: Packed, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]

@@ -69,6 +69,10 @@ class StoredWeights:
         (found,) = self._runs(name)
         return found
 
+    def stays(self, name: str) -> bool:
+        """Whether a parameter's matrix lies in the compute tier for the whole run."""
+        return name in self._resident
+
     def expert(self, name: str, index: int) -> tuple[Matrix, ...]:
         """The matrix of one expert of a parameter, or those that its rows are split into."""
         shape = self._shape.by_name[name].shape

@@ -55,19 +55,32 @@ def real_word(value: float) -> int:
 class Program:
     """Calls in memory, as they are read from the board: stages, each of one function."""
 
-    def __init__(self, stages: Sequence[Sequence[Call]]) -> None:
-        self._keeps = [call.keeps for calls in stages for call in calls]
-        self._words, self._table = array("q", [word for calls in stages for call in calls for word in call.arguments]), array("q")
-        place = self._words.buffer_info()[0]
+    def __init__(self, table: array[int], most_calls: int, keeps: Sequence[object]) -> None:
+        self._table, self._keeps = table, keeps
+        self.address, self.num_stages = table.buffer_info()[0], len(table) // STAGE_WORDS
+        self.most_calls = most_calls
+        """Of a stage."""
+
+    @staticmethod
+    def of(stages: Sequence[Sequence[Call]]) -> Program:
+        """Of these stages."""
+        words, table = array("q", [word for calls in stages for call in calls for word in call.arguments]), array("q")
+        place = words.buffer_info()[0]
         for calls in stages:
             entry, arguments, _ = calls[0]
             assert all(call.entry == entry for call in calls), "calls of one function"
             size = 8 * len(arguments)
-            self._table.extend((entry, place, size, len(calls), 0))
+            table.extend((entry, place, size, len(calls), 0))
             place += size * len(calls)
-        self.address, self.num_stages = self._table.buffer_info()[0], len(stages)
-        self.most_calls = max(map(len, stages))
-        """Of a stage."""
+        return Program(table, max(map(len, stages)), [words, *(call.keeps for calls in stages for call in calls)])
+
+    @staticmethod
+    def in_a_row(programs: Sequence[Program]) -> Program:
+        """One program after another."""
+        table = array("q")
+        for program in programs:
+            table.extend(program._table)
+        return Program(table, max(program.most_calls for program in programs), programs)
 
     @property
     def ends_s(self) -> list[float]:
@@ -166,25 +179,40 @@ def _emit_take(module: ir.Module) -> Code:
     b.cbranch(b.icmp_signed("<", index, _word(code, board, COUNT)), inside, after)
     b.position_at_end(inside)
     arguments = code.row(b.inttoptr(_word(code, board, ARGUMENTS), ADDRESS), index, _word(code, board, STRIDE))
-    entry = b.inttoptr(_word(code, board, ENTRY), ADDRESS)
-    entry.type = ir.PointerType(ir.FunctionType(ir.VoidType(), [ADDRESS]))  # llvmlite calls only what it sees to be a function
-    b.call(entry, [arguments])
+    _call(code, b.inttoptr(_word(code, board, ENTRY), ADDRESS), arguments)
     b.branch(head)
     b.position_at_end(after)
     return code.end()
 
 
 def _emit_stage(module: ir.Module, take: Code) -> Code:
-    """stage(board, stage): post its calls, take part, and wait until all have ended."""
+    """stage(board, stage): do its only call, or post its calls, take part, and wait until all have ended."""
     code = Code(module, host_machine(), "stage", [ADDRESS, ADDRESS], internal=True)
     board, stage = code.arguments
+    b = code.b
+    with b.if_else(b.icmp_signed("==", code.load(I64, code.at(stage, 8 * STAGE_COUNT)), code.whole(1))) as (alone, shared):
+        with alone:
+            entry, arguments = (b.inttoptr(code.load(I64, code.at(stage, 8 * part)), ADDRESS) for part in (STAGE_ENTRY, STAGE_ARGUMENTS))
+            _call(code, entry, arguments)
+        with shared:
+            _share(code, board, stage, take)
+    code.store(_now_ns(code), code.at(stage, 8 * STAGE_END_NS))
+    return code.end()
+
+
+def _call(code: Code, entry: V, arguments: V) -> None:
+    entry.type = ir.PointerType(ir.FunctionType(ir.VoidType(), [ADDRESS]))  # llvmlite calls only what it sees to be a function
+    code.b.call(entry, [arguments])
+
+
+def _share(code: Code, board: V, stage: V, take: Code) -> None:
+    b = code.b
     parts = (COUNT, STAGE_COUNT), (ENTRY, STAGE_ENTRY), (ARGUMENTS, STAGE_ARGUMENTS), (STRIDE, STAGE_STRIDE)
     for word, part in parts:
         _set(code, board, word, code.load(I64, code.at(stage, 8 * part)))
     _set(code, board, NEXT, code.whole(0))
     code.call(take, board)
     _set(code, board, NEXT, code.whole(NOTHING))
-    b = code.b
     head, waiting, after = (code.function.append_basic_block() for _ in range(3))
     before = b.block
     b.branch(head)
@@ -199,8 +227,6 @@ def _emit_stage(module: ir.Module, take: Code) -> Code:
     looks.add_incoming(b.add(looks, code.whole(1)), b.block)
     b.branch(head)
     b.position_at_end(after)
-    code.store(_now_ns(code), code.at(stage, 8 * STAGE_END_NS))
-    return code.end()
 
 
 def _emit_lead(module: ir.Module, stage: Code) -> Code:

@@ -76,27 +76,35 @@ def load_parameters(code: Code, address: V, width: int | None) -> tuple[V, V]:
 
 def emit_encode(module: ir.Module, machine: Machine, codec: Codec) -> Code:
     """Emit encode(x, first, end, target, code_places, parameter_places): lines first..end of x, fp32 [lines, 32], to their places."""
+    one = emit_encode_line(module, machine, codec)
     code = Code(module, machine, "encode", [ADDRESS, I64, I64, ADDRESS, ADDRESS, ADDRESS])
     x, first, end, target, code_places, parameter_places = code.arguments
-    b, width = code.b, code.width
 
     def line(index: V) -> None:
-        source = code.row(x, index, code.whole(4 * LINE_ELEMENTS))
-        parts = [code.load(F32, code.at(source, 4 * start), width) for start in range(0, LINE_ELEMENTS, width)]
-        inverse, zero, parameter = _parameter(code, codec, parts)
-        many, shift = code.splat(inverse, width), code.splat(zero, width)
-        codes = [b.sub(_rounded(code, b.fmul(part, many)), shift) for part in parts]
-        least, most = code.bits(codec.least_code, width), code.bits(codec.most_code, width)
-        codes = [_larger(code, _smaller(code, found, most), least) for found in codes]
-        if codec.line_bytes < LINE_ELEMENTS:
-            half = len(codes) // 2
-            codes = [b.or_(low, b.shl(high, code.bits(4, width))) for low, high in zip(codes[:half], codes[half:], strict=True)]
-        place = code.at(target, code.load(I64, code.row(code_places, index, code.whole(8))))
-        for number, found in enumerate(codes):
-            code.store(b.trunc(found, ir.VectorType(I8, width)), code.at(place, number * width))
-        code.store(parameter, code.at(target, code.load(I64, code.row(parameter_places, index, code.whole(8)))))
+        places = [code.at(target, code.load(I64, code.row(table, index, code.whole(8)))) for table in (code_places, parameter_places)]
+        code.call(one, code.row(x, index, code.whole(4 * LINE_ELEMENTS)), *places)
 
     code.each(first, end, 1, line)
+    return code.end()
+
+
+def emit_encode_line(module: ir.Module, machine: Machine, codec: Codec) -> Code:
+    """Emit encode_line(line, codes, parameter): fp32 [32] to where its codes and its parameter lie."""
+    code = Code(module, machine, f"encode_line_{codec.line_bytes}", [ADDRESS, ADDRESS, ADDRESS], internal=True)
+    source, target, parameter_place = code.arguments
+    b, width = code.b, code.width
+    parts = [code.load(F32, code.at(source, 4 * start), width) for start in range(0, LINE_ELEMENTS, width)]
+    inverse, zero, parameter = _parameter(code, codec, parts)
+    many, shift = code.splat(inverse, width), code.splat(zero, width)
+    codes = [b.sub(_rounded(code, b.fmul(part, many)), shift) for part in parts]
+    least, most = code.bits(codec.least_code, width), code.bits(codec.most_code, width)
+    codes = [_larger(code, _smaller(code, found, most), least) for found in codes]
+    if codec.line_bytes < LINE_ELEMENTS:
+        half = len(codes) // 2
+        codes = [b.or_(low, b.shl(high, code.bits(4, width))) for low, high in zip(codes[:half], codes[half:], strict=True)]
+    for number, found in enumerate(codes):
+        code.store(b.trunc(found, ir.VectorType(I8, width)), code.at(target, number * width))
+    code.store(parameter, parameter_place)
     return code.end()
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from lmoffload.kernels.code import ADDRESS, F32, I64, Code, Machine, V
-from lmoffload.kernels.codec import CODECS
+from lmoffload.kernels.codec import CODECS, emit_encode_line
 from lmoffload.kernels.dots import emit_sweep
+from lmoffload.kernels.newest import STORABLE, emit_store_key, emit_store_value
 from lmoffload.kernels.panel import emit_panel
 from lmoffload.kernels.softmax import emit_mix, emit_score_row, emit_softmax
 from lmoffload_solver.counting import NEWEST_FORMAT
@@ -28,12 +29,13 @@ KEYS_AHEAD = 32
 """How far ahead keys and values are asked for: the machine's own prefetching ends at every page. Gained 15 % (measured)."""
 
 PARAMETERS = (
-    ("q", ADDRESS), ("keys", ADDRESS), ("values", ADDRESS), ("key_starts", ADDRESS), ("value_starts", ADDRESS), ("key_rooms", ADDRESS),
-    ("value_rooms", ADDRESS), ("lengths", ADDRESS), ("out", ADDRESS), ("sinks", ADDRESS), ("scores", ADDRESS), ("coefficients", ADDRESS),
-    ("first_pair", I64), ("end_pair", I64), ("kv_heads", I64), ("group", I64), ("dim", I64), ("value_dim", I64), ("out_row", I64),
-    ("window", I64), ("scaling", F32), ("softcap", F32),
+    ("q", ADDRESS), ("new_keys", ADDRESS), ("new_values", ADDRESS), ("keys", ADDRESS), ("values", ADDRESS), ("key_starts", ADDRESS),
+    ("value_starts", ADDRESS), ("key_rooms", ADDRESS), ("value_rooms", ADDRESS), ("lengths", ADDRESS), ("out", ADDRESS),
+    ("sinks", ADDRESS), ("scores", ADDRESS), ("coefficients", ADDRESS), ("first_pair", I64), ("end_pair", I64), ("kv_heads", I64),
+    ("group", I64), ("dim", I64), ("value_dim", I64), ("out_row", I64), ("window", I64), ("scaling", F32), ("softcap", F32),
 )  # fmt: skip
-"""Of the compiled function. Pairs are row * kv_heads + key head. window: larger than any length for none; softcap, sinks: 0 for none.
+"""Of the compiled function. Pairs are row * kv_heads + key head. new_keys, new_values: fp32 [pairs, dim] and [pairs, value_dim], stored as
+the newest before anything is read; 0 where they are stored already. window: larger than any length for none; softcap, sinks: 0 for none.
 scores: fp32 [`score_floats(group, longest span + 31)`]; coefficients: fp32 [`coefficient_floats(group, dim)`]; out_row: bytes from head to
 head, whole lines of 32 where values are quantized."""
 
@@ -50,6 +52,11 @@ def emit_decode(module: ir.Module, machine: Machine, key_format: str, value_form
     panels = {kind: emit_panel(module, machine, CODECS[kind]) for kind in {key_format, value_format} - plain}
     mix = emit_mix(module, machine, value_format) if value_format in plain else None
     softmax = emit_softmax(module, machine)
+    encoders = {kind: emit_encode_line(module, machine, CODECS[kind]) for kind in panels}
+    storing = [(emit_store_key, key_format, "key", "dim"), (emit_store_value, value_format, "value", "value_dim")]
+    stores = [
+        (emit(module, machine, kind, encoders.get(kind)), name, size) for emit, kind, name, size in storing if kind in STORABLE
+    ]
     code = Code(module, machine, "decode_attention", [kind for _, kind in PARAMETERS])
     a = dict(zip((name for name, _ in PARAMETERS), code.arguments, strict=True))
     b, four = code.b, code.whole(4)
@@ -65,6 +72,11 @@ def emit_decode(module: ir.Module, machine: Machine, key_format: str, value_form
         base = first if key_format in plain else b.and_(first, code.whole(-LINE_ELEMENTS))
         count = b.sub(end, base)
         query_head = b.mul(index, a["group"])
+        for store, name, size in stores:
+            with code.when(b.icmp_unsigned("!=", a[f"new_{name}s"], ir.Constant(ADDRESS, None))):
+                new, place = code.row(a[f"new_{name}s"], index, b.mul(four, a[size])), b.sub(end, code.whole(1))
+                there = code.at(a[f"{name}s"], number(f"{name}_starts", row))
+                code.call(store, new, there, head, number(f"{name}_rooms", row), place, a[size])
         q, out = code.row(a["q"], query_head, b.mul(four, a["dim"])), code.row(a["out"], query_head, a["out_row"])
         score_row = emit_score_row(code, count)
         code.fill(a["scores"], b.mul(b.sdiv(score_row, four), a["group"]))

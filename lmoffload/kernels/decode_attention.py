@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +18,27 @@ from lmoffload.kernels.code import Compiled, host_machine
 from lmoffload.kernels.codec import CODECS
 from lmoffload.kernels.decode import coefficient_floats, emit_decode
 from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers, recalled
+from lmoffload.kernels.newest import STORABLE
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.softmax import score_floats
 from lmoffload_solver.counting import num_lines
 from lmoffload_solver.formats import LINE_ELEMENTS
 
-JOB_FLOATS = 1 << 17
-"""Keys' and values' numbers worth a job of their own: about 50 microseconds."""
+JOB_FLOATS = 1 << 14
+"""Keys' and values' numbers worth a job of their own: some 5 microseconds, where a thread that looks begins in one."""
+
+class Newest(NamedTuple):
+    """What is known of one new token of each row, beside its query."""
+
+    key: torch.Tensor
+    """fp32 [R, heads, D] contiguous."""
+    value: torch.Tensor
+    """fp32 [R, heads, Dv] contiguous."""
+    most: Numbers
+    """int64 [R], what the rows' lengths may grow to while the memo is kept."""
+    memo: Memo
+    """Of layers whose keys, values and heads lie alike, for the same rows and window, and the same array of lengths, which may grow."""
+
 
 @dataclass(frozen=True)
 class DecodeKernel:
@@ -55,9 +70,9 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     pool: Pool,
-    memo: Memo | None = None,
+    newest: Newest | None = None,
 ) -> torch.Tensor:
-    """Attention of one new token of each of `rows` over the last tokens of that row, which are stored, the new one included.
+    """Attention of one new token of each of `rows` over the last tokens of that row, the new one included.
 
     Query heads h * G .. (h + 1) * G share key head h. The bits of a row depend on its own query, keys, values and length.
 
@@ -65,13 +80,13 @@ def decode_attention(
         q: fp32 [R, H, D] contiguous.
         keys, values: of the same tokens: as many as the values have room for.
         rows: int64 [R].
-        lengths: int64 [R], tokens that each row has had, at least 1.
+        lengths: int64 [R] contiguous, tokens that each row has had, at least 1.
         scaling: factor on q . k.
         window: a query sees the last `window` tokens, its own included (transformers' sliding_window); None for all.
         softcap: logits become softcap * tanh(logits / softcap), after scaling.
         sinks: fp32 [H], one more logit a head that takes part in the softmax's sum alone.
         pool: who computes; (row, key head) pairs are shared out by length.
-        memo: of other layers whose keys, values and heads lie and are as here, for the same rows, lengths and window.
+        newest: the new tokens, to be stored first; None: they are stored.
 
     Returns:
         fp32 [R, H, Dv].
@@ -81,23 +96,46 @@ def decode_attention(
     assert keys.heads == values.heads and keys.dim == dim, "keys, values and q do not belong together"
     group, entry = heads // keys.heads, decode_kernel(keys.format, values.format).entry
     columns = LINE_ELEMENTS * num_lines(values.dim) if values.format in CODECS else values.dim
-    tables = recalled(memo, lambda: _Tables.of(keys, values, rows, lengths, window, group, pool.threads))
-    out, scratch = torch.empty(num_rows, heads, columns), torch.empty(len(tables.jobs), tables.num_scores + tables.num_coefficients)
-    before = q.data_ptr(), keys.data.data_ptr(), values.data.data_ptr(), *tables.addresses, out.data_ptr()
+    memo, most = (None, lengths) if newest is None else (newest.memo, newest.most)
+    tables = recalled(memo, lambda: _Tables.of(keys, values, rows, lengths, most, window, group, pool.threads))
+    out = pool.empty(num_rows, heads, columns)
+    scratch = pool.empty(len(tables.jobs), tables.num_scores + tables.num_coefficients)
+    before = (
+        *(q.data_ptr(), *_to_store(newest, keys, values, rows, lengths, pool), keys.data.data_ptr(), values.data.data_ptr()),
+        *(*tables.addresses, out.data_ptr(), 0 if sinks is None else sinks.data_ptr()),
+    )
     sizes = keys.heads, group, dim, values.dim, 4 * columns, NO_WINDOW if window is None else window
-    sink, reals, keeps = 0 if sinks is None else sinks.data_ptr(), (real_word(scaling), real_word(softcap or 0.0)), (q, out, scratch)
+    reals, keeps = (real_word(scaling), real_word(softcap or 0.0)), (q, out, scratch, *(() if newest is None else newest[:2]))
     place, size = scratch.data_ptr(), 4 * scratch.shape[1]
     calls = [
-        Call(entry, (*before, sink, place + i * size, place + i * size + 4 * tables.num_scores, first, end, *sizes, *reals), keeps)
+        Call(entry, (*before, place + i * size, place + i * size + 4 * tables.num_scores, first, end, *sizes, *reals), keeps)
         for i, (first, end) in enumerate(tables.jobs)
     ]
     pool.run(calls)
-    return out if columns == values.dim else out[..., : values.dim]
+    if columns == values.dim:
+        return out
+    pool.settle()
+    return out[..., : values.dim]
+
+
+def _to_store(newest: Newest | None, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, pool: Pool) -> Sequence[int]:
+    """Where the keys and values lie that the kernel stores first; 0 for those that are stored."""
+    if newest is None:
+        return 0, 0
+    places = []
+    for kept, one in ((keys, newest.key), (values, newest.value)):
+        assert one.is_contiguous() and one.dtype == torch.float32, "new keys and values are fp32 and contiguous"
+        known = kept.format in STORABLE
+        if not known:
+            pool.settle()
+            kept.store_tokens(rows, lengths - 1, one)
+        places.append(one.data_ptr() if known else 0)
+    return places
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """What follows from rows and lengths alone."""
+    """What follows from rows and what their lengths may be."""
 
     tables: tuple[Numbers, ...]
     """Of the rows: where keys and values begin, their rooms, lengths."""
@@ -107,9 +145,11 @@ class _Tables:
     """fp32 numbers of a job's scratch."""
 
     @staticmethod
-    def of(keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, window: int | None, group: int, threads: int) -> _Tables:
-        kept = np.minimum(lengths, np.minimum(values.rooms[rows], NO_WINDOW if window is None else window))
-        assert (kept >= 1).all(), "a row without a key"
+    def of(
+        keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, most: Numbers, window: int | None, group: int, threads: int
+    ) -> _Tables:
+        kept = np.minimum(most, np.minimum(values.rooms[rows], NO_WINDOW if window is None else window))
+        assert (kept >= 1).all() and (most >= lengths).all(), "a row without a key, or longer than it may be"
         tables = [table[rows] for table in (keys.starts, values.starts, keys.rooms, values.rooms)]
         return _Tables(
             tables=tuple(np.ascontiguousarray(table) for table in (*tables, lengths)),

@@ -132,8 +132,7 @@ class Product:
         def group(g: V, totals: list[V]) -> list[V]:
             here = code.row(tile, g, code.whole(self.group_bytes))
             if size <= FEW_ROWS:
-                for line in range(0, self.group_bytes, 64):
-                    code.prefetch_line(code.at(here, AHEAD_BYTES + line), level=2)
+                code.prefetch_line(code.at(here, AHEAD_BYTES), level=2)  # the rest chunk by chunk: many at once wait for each other
             beside = code.row(sums, g, code.whole(8 * size))
             dots = self._dots(code.at(here, self.head_bytes), code.row(packed, g, code.whole(self.group * size)), beside, size)
             reals = ir.VectorType(F32, code.width)
@@ -173,12 +172,18 @@ class Product:
         sums = [starts[n // self.vectors] for n in range(size * self.vectors)]
 
         def chunk(index: V, sums: list[V]) -> list[V]:
+            if size <= FEW_ROWS:
+                here = code.row(codes, index, code.whole(self._chunk_bytes))
+                for line in range(0, self._chunk_bytes, 64):
+                    code.prefetch_line(code.at(here, AHEAD_BYTES + line), level=2)
             x = code.row(xs, index, code.whole(CHUNK * size))
             activations = [[code.load(I32, code.at(x, 4 * (step * size + row))) for row in range(size)] for step in range(STEPS)]
             return self.dot.chunk(sums, self._weights(code.row(codes, index, code.whole(self._chunk_bytes))), activations)
 
-        if self.group == CHUNK:
-            return chunk(code.whole(0), sums)
+        if self.group == CHUNK or size <= FEW_ROWS:
+            for index in range(self.group // CHUNK):
+                sums = chunk(code.whole(index), sums)
+            return sums
         return code.loop(code.whole(0), code.whole(self.group // CHUNK), 1, sums, chunk)
 
     @property

@@ -73,7 +73,7 @@ class KVRows:
         """Store tokens of a row, the first of them at position `first`, after all before it: new floating [tokens, heads, dim]."""
         raise NotImplementedError
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
         """Store one more token of each of `rows` at its position: new floating [R, heads, dim]."""
         raise NotImplementedError
 
@@ -108,9 +108,8 @@ class PlainRows(KVRows):
         places = slice(first, end) if end <= room else torch.arange(end - kept, end) % room
         self._mine(row)[:, places] = new[new.shape[0] - kept :].transpose(0, 1).to(DTYPES[self.format])
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
-        index = recalled(memo, lambda: torch.from_numpy(self._places(rows, positions)))
-        self.lines[index] = new.reshape(-1, self.dim).to(DTYPES[self.format])
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
+        self.lines[torch.from_numpy(self._places(rows, positions))] = new.reshape(-1, self.dim).to(DTYPES[self.format])
 
     def touched(self, rows: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
         line, index = self.dim * DTYPES[self.format].itemsize, self._places(rows, positions)
@@ -165,10 +164,10 @@ class GroupedKeys(KVRows):
             last = first // LINE_ELEMENTS + full
             self._store_groups(np.array([row]), np.arange(last - kept, last)[None, :], groups[None], pool)
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
         lines, full = self._newest_lines, positions % LINE_ELEMENTS == LINE_ELEMENTS - 1
-        index = recalled(memo, lambda: torch.from_numpy((self._newest(rows) + (positions % LINE_ELEMENTS)[:, None]).reshape(-1)))
-        lines[index] = new.reshape(-1, self.dim).to(NEWEST)
+        places = (self._newest(rows) + (positions % LINE_ELEMENTS)[:, None]).reshape(-1)
+        lines[torch.from_numpy(places)] = new.reshape(-1, self.dim).to(NEWEST)
         if full.any():
             index = self._newest(rows)[full][:, :, None] + np.arange(LINE_ELEMENTS)
             groups = lines[torch.from_numpy(index.reshape(-1))].view(-1, self.heads, 1, LINE_ELEMENTS, self.dim)
@@ -242,8 +241,8 @@ class PanelValues(KVRows):
         end = first + new.shape[0]
         self._encode(self._places(np.full(kept, row), np.arange(end - kept, end)), new[new.shape[0] - kept :], pool)
 
-    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor, memo: Memo | None = None) -> None:
-        self._encode(recalled(memo, lambda: self._places(rows, positions)), new, None)
+    def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
+        self._encode(self._places(rows, positions), new, None)
 
     def widened(self, row: int, first: int, end: int) -> torch.Tensor:
         codes, parameters = self._places(np.full(end - first, row), np.arange(first, end))

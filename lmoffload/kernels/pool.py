@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TypeVar
@@ -91,7 +92,7 @@ class Pool:
         later = self._later = Later(threading.get_ident(), rooms)
         try:
             result = work()
-            runs, later.stages, later.marks = Runs(later.stages, later.marks), [], []
+            runs, later.stages, later.marks = Runs.of(later.stages, later.marks), [], []
         finally:
             self._later = None
         self.again(runs)
@@ -99,23 +100,25 @@ class Pool:
 
     def again(self, runs: Runs) -> None:
         """Do what was done `together` once more, with what is in the same places now."""
-        ends_s = [time.monotonic()]
+        runs.begin_s = time.monotonic()
+        ends_s = [runs.begin_s]
         if runs.program is not None:
             with self._running:
                 assert not self._closed, "the pool is closed"
                 self._board.lead(runs.program, self._rouse)
             ends_s += runs.program.ends_s
         for mark in runs.marks:
-            mark.tell(mark.done_s + ends_s[mark.end] - ends_s[mark.first])
+            mark.tell(mark.done_s + sum(share * (ends_s[stage + 1] - ends_s[stage]) for stage, share in mark.parts))
 
     def settle(self) -> None:
         """Do what was put off: what follows reads it, or changes it, otherwise than in a run."""
         if (later := self._mine) is not None:
-            runs, later.stages, later.marks, later.was_settled = Runs(later.stages, later.marks), [], [], True
+            runs, later.stages, later.marks, later.was_settled = Runs.of(later.stages, later.marks), [], [], True
             self.again(runs)
 
-    def timed(self, work: Callable[[], Result], tell: Callable[[float], None]) -> Result:
-        """What `work` returns; `tell` hears the seconds that it takes, or those of its runs where they are put off."""
+    def timed(self, work: Callable[[], Result], tell: Callable[[float], None], size: float = 1.0) -> Result:
+        """What `work` returns; `tell` hears the seconds that it takes, or those of its runs where they are put off: of what is done side by
+        side, its share by size."""
         later, begin_s = self._mine, time.perf_counter()
         stages = [] if later is None else later.stages
         first = len(stages)
@@ -124,10 +127,24 @@ class Pool:
         if later is None:
             tell(seconds)
         elif later.stages is stages:
-            later.marks.append(Mark(first, len(stages), 0.0, tell))
+            later.marks.append(Mark(tuple((stage, 1.0) for stage in range(first, len(stages))), size, 0.0, tell))
         else:  # some of it is done
-            later.marks.append(Mark(0, len(later.stages), seconds, tell))
+            later.marks.append(Mark(tuple((stage, 1.0) for stage in range(len(later.stages))), size, seconds, tell))
         return result
+
+    def beside(self, works: Sequence[Callable[[], Result]]) -> list[Result]:
+        """What works return of which none reads or writes what another one writes: where their runs are put off, the first ones of all are
+        done side by side, then the second ones, ..."""
+        later = self._mine
+        if later is None:
+            return [work() for work in works]
+        stages, results, edges = later.stages, [], [len(later.stages)]
+        for work in works:
+            results.append(work())
+            edges.append(len(later.stages))
+        if later.stages is stages and edges[-1] > edges[0]:
+            later.lay_abreast(list(pairwise(edges)))
+        return results
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Room for what a run writes, contents undefined. Whole rows are written where the first dimension is rows."""
@@ -141,7 +158,7 @@ class Pool:
     def _run(self, jobs: Sequence[Job]) -> None:
         calls = [job for job in jobs if isinstance(job, Call)]
         if calls:
-            self._board.lead(Program([calls]), self._rouse)
+            self._board.lead(Program.of([calls]), self._rouse)
         if len(calls) < len(jobs):
             self._run_python([job for job in jobs if not isinstance(job, Call)])
 
@@ -187,6 +204,16 @@ class Pool:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def timed(pool: Pool | None, work: Callable[[], Result], tell: Callable[[float], None], size: float = 1.0) -> Result:
+    """`Pool.timed`; without a pool, what `work` returns, and the seconds that it takes are told."""
+    if pool is not None:
+        return pool.timed(work, tell, size)
+    begin_s = time.perf_counter()
+    result = work()
+    tell(time.perf_counter() - begin_s)
+    return result
 
 
 class Scratch(threading.local):

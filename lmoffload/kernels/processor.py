@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from lmoffload.kernels.attention import prefill_attention
-from lmoffload.kernels.decode_attention import decode_attention
+from lmoffload.kernels.decode_attention import Newest, decode_attention
 from lmoffload.kernels.device_attention import device_decode_attention, device_prefill_attention
 from lmoffload.kernels.device_linear import device_linear
-from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers
+from lmoffload.kernels.kv_rows import KVRows, Numbers
 from lmoffload.kernels.linear import linear
 from lmoffload.kernels.matrix import Matrix
 from lmoffload.kernels.pool import Pool
@@ -44,7 +44,7 @@ class Processor(Protocol):
         """See `attention.prefill_attention`."""
 
     def decode(
-        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, newest: Newest, **options: Any
     ) -> torch.Tensor:
         """See `decode_attention.decode_attention`."""
 
@@ -66,9 +66,9 @@ class HostProcessor:
         return prefill_attention(q, k, v, segments, pool=self.pool, **options)
 
     def decode(
-        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, newest: Newest, **options: Any
     ) -> torch.Tensor:
-        return decode_attention(q, keys, values, rows, lengths, pool=self.pool, memo=memo, **options)
+        return decode_attention(q, keys, values, rows, lengths, pool=self.pool, newest=newest, **options)
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,8 @@ class DeviceProcessor:
         return device_prefill_attention(q, k, v, segments, **options)
 
     def decode(
-        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, memo: Memo | None = None, **options: Any
+        self, q: torch.Tensor, keys: KVRows, values: KVRows, rows: Numbers, lengths: Numbers, newest: Newest, **options: Any
     ) -> torch.Tensor:
+        for kept, one in ((keys, newest.key), (values, newest.value)):
+            kept.store_tokens(rows, lengths - 1, one)
         return device_decode_attention(q, keys, values, rows, lengths, **options)

@@ -32,6 +32,10 @@ def packed_attention(
     batch = runtime.batch
     assert batch is not None and attention_mask is None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def tell(seconds: float) -> None:
+        runtime.watch.attention(module.layer_idx, runtime.batch.spans, seconds)
+
     out = batch.attend(
         module.layer_idx,
         query[0].transpose(0, 1),
@@ -40,6 +44,6 @@ def packed_attention(
         scaling=scale,
         softcap=softcap,
         sinks=s_aux,
+        tell=tell,
     )
-    runtime.watch.attention(module.layer_idx, batch.spans, batch.attended_s)
     return out.unsqueeze(0), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def bind_elementwise(model: nn.Module, pool: Pool, recorder: Recorder | None = N
             module.forward = _gated(module, pool)
         elif _computes_as(module, llama.LlamaDecoderLayer):
             module.forward = _summed(module, pool, bound, recorder)
-        elif _computes_as(module, llama.LlamaAttention) and _code(_forward(module).__globals__[rotary.__name__]) == _code(rotary):
+        elif _attends(module) and _code(_forward(module).__globals__[rotary.__name__]) == _code(rotary):
             module.forward = _attended(module, pool)
         else:
             continue
@@ -49,6 +50,18 @@ def bind_elementwise(model: nn.Module, pool: Pool, recorder: Recorder | None = N
 def _computes_as(module: nn.Module, known: type[nn.Module]) -> bool:
     """Whether a module's forward is the same code as that of a known class."""
     return _code(type(module).forward) == _code(known.forward)
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether it attends as Llama's attention does, or as Qwen3's, which norms each head's queries and keys."""
+    if not hasattr(module, "q_norm"):
+        from transformers.models.llama.modeling_llama import LlamaAttention
+
+        return _computes_as(module, LlamaAttention)
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    norms = module.get_submodule("q_norm"), module.get_submodule("k_norm")
+    return _computes_as(module, qwen3.Qwen3Attention) and all(_computes_as(norm, qwen3.Qwen3RMSNorm) for norm in norms)
 
 
 def _forward(module: nn.Module) -> Any:
@@ -67,8 +80,8 @@ def _normed(module: Any, pool: Pool) -> Forward:
 
 def _gated(module: Any, pool: Pool) -> Forward:
     def forward(x: torch.Tensor) -> Any:
-        gate = module.gate_proj(x)
-        return module.down_proj(silu_gate(gate, module.up_proj(x), pool))
+        gate, up = pool.beside([partial(project, x) for project in (module.gate_proj, module.up_proj)])
+        return module.down_proj(silu_gate(gate, up, pool))
 
     return forward
 
@@ -85,7 +98,10 @@ def _attended(module: Any, pool: Pool) -> Forward:
 def _heads(module: Any, hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, pool: Pool) -> list[torch.Tensor]:
     """Queries, keys and values of an attention module, [1, heads, T, D], turned by their positions."""
     shape = (hidden_states.shape[1], -1, module.head_dim)
-    query, key, value = (project(hidden_states).view(shape) for project in (module.q_proj, module.k_proj, module.v_proj))
+    projections = [partial(project, hidden_states) for project in (module.q_proj, module.k_proj, module.v_proj)]
+    query, key, value = (projected.view(shape) for projected in pool.beside(projections))
+    if hasattr(module, "q_norm"):
+        query, key = pool.beside([partial(module.q_norm, query), partial(module.k_norm, key)])
     rotate((query, key), cosines[0], sines[0], pool)
     return [heads.unsqueeze(0).transpose(1, 2) for heads in (query, key, value)]
 
@@ -95,21 +111,37 @@ def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder | 
     attention = module.self_attn
 
     def finish(attended: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        hidden_states = add(attended, hidden_states, pool)
-        return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, pool)
+        """Written over hidden_states."""
+        hidden_states = add(hidden_states, attended, pool)
+        return add(hidden_states, module.mlp(module.post_attention_layernorm(hidden_states)), pool)
+
+    def whole(hidden_states: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+        query, key, value = _heads(attention, module.input_layernorm(hidden_states), cosines, sines, pool)
+        out, _ = packed_attention(attention, query, key, value, None, scaling=attention.scaling)
+        return finish(attention.o_proj(out.reshape(1, out.shape[1], -1)), hidden_states)
 
     def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
-        few = hidden_states.numel() <= FEW_NUMBERS and {module.post_attention_layernorm, module.mlp} <= ours
+        tokens, few = hidden_states.shape[1], hidden_states.numel() <= FEW_NUMBERS and {module.post_attention_layernorm, module.mlp} <= ours
         if recorder is None or not few:
             attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
-            return finish(attended, hidden_states)
+            hidden_states = add(attended, hidden_states, pool)
+            return add(module.mlp(module.post_attention_layernorm(hidden_states)), hidden_states, pool)
         if not {module.input_layernorm, attention} <= ours:
             attended, _ = attention(hidden_states=module.input_layernorm(hidden_states), **options)
-            with recorder.record(module, hidden_states.shape[1]) as record:
+            with recorder.record(module, tokens) as record:
                 attended, hidden_states = record.take(attended, hidden_states)
                 return record.do(lambda: finish(attended, hidden_states)).clone()
-        with recorder.record(module, hidden_states.shape[1]) as record:
-            hidden_states, cosines, sines = record.take(hidden_states, *options["position_embeddings"])
+        embeddings = options["position_embeddings"]
+        if (standing := recorder.standing) is not None:
+            if (found := recorder.arrive(module, hidden_states, embeddings)) is not None:
+                return found
+            with recorder.record(module, tokens, standing) as record:
+                taken = record.take(hidden_states, *embeddings)
+                found = record.do(lambda: whole(*taken)).clone()
+            recorder.leave(module, found, embeddings)
+            return found
+        with recorder.record(module, tokens) as record:
+            hidden_states, cosines, sines = record.take(hidden_states, *embeddings)
             query, key, value = record.do(lambda: _heads(attention, module.input_layernorm(hidden_states), cosines, sines, pool))
             out, _ = packed_attention(attention, query, key, value, None, scaling=attention.scaling)
             (out,) = record.take(out)

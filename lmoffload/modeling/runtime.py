@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import greenlet
+
+from lmoffload.kernels.pool import timed
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,9 @@ class Weights(Protocol):
 
     def matrix(self, name: str) -> Matrix:
         """The stored matrix of this parameter name, resident or in the current ring buffer."""
+
+    def stays(self, name: str) -> bool:
+        """Whether this parameter's matrix lies in the same place all the time."""
 
     def expert(self, name: str, index: int) -> tuple[Matrix, ...]:
         """The stored matrix [N, K] of one expert, or those that its rows are split into."""
@@ -49,13 +53,17 @@ class Unwatched:
 class Batch(Protocol):
     """The micro-batch that computes now."""
 
+    computed: list[tuple[float, float]]
+    """(begin_s, end_s) of the layers, from the one that computes now on, that were computed in one go."""
+
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
         """(tokens attended to before, tokens with those of this forward) of each row; the same object all through a forward."""
 
     @property
-    def attended_s(self) -> float:
-        """Seconds of the last `attend`, storing left out."""
+    def standing(self) -> object | None:
+        """Stays the same while rows take one step after another that find everything where the step before did, and no other micro-batch
+        computes in between; None where that is not so."""
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -71,10 +79,12 @@ class Batch(Protocol):
         scaling: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
+        tell: Callable[[float], None],
     ) -> torch.Tensor:
         """Attention at one layer: stores the new keys and values, then attends.
 
         query [T, heads, key_dim], key [T, kv_heads, key_dim], value [T, kv_heads, value_dim] -> [T, heads, value_dim].
+        tell: hears the seconds that attending took.
         """
 
 
@@ -97,14 +107,9 @@ class Runtime:
 
     def product(self, rows: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         """rows [M, K] contiguous -> [M, N] with the current phase's kernel, in the processor's dtype."""
-        kernel, pool = self.kernel(matrix.format), self.processor.pool
+        kernel = self.kernel(matrix.format)
         work, tell = partial(self.processor.product, rows, matrix, kernel, bias), partial(self.watch.product, kernel, matrix, rows.shape[0])
-        if pool is not None:
-            return pool.timed(work, tell)
-        begin = time.perf_counter()
-        out = work()
-        tell(time.perf_counter() - begin)
-        return out
+        return timed(self.processor.pool, work, tell, matrix.data.numel())
 
     def settle(self) -> None:
         """What was put off is done (`Pool.together`): what follows reads it otherwise than by kernels of ours."""

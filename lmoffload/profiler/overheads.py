@@ -218,7 +218,7 @@ def _without_products(config: Any, pool: Pool) -> Any:
             return self.out[:, : x.shape[1]]
 
     class FreeBatch:
-        spans, attended_s = ((0, 1),), 0.0
+        spans, standing = ((0, 1),), None
 
         def attend(self, _layer: int, query: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
             return query

@@ -14,12 +14,14 @@ from lmoffload_solver.candidate import Candidate
 from lmoffload_solver.closed_form import Reading, StepSums, bounds_s, cases_of, reading_bound_s
 from lmoffload_solver.costs import Contention, Phase, num_requests
 from lmoffload_solver.counting import Array
+from lmoffload_solver.in_turn import Steps, Turns
 from lmoffload_solver.kv_homes import Transfers, layers_on_disk
+from lmoffload_solver.layer_sets import LayerSets, Mix
 from lmoffload_solver.matrix_kinds import LargestLayer, Streaming, kinds_of, layers_alike, streaming_of
 from lmoffload_solver.memory import Parts
 from lmoffload_solver.prices import Prices
 from lmoffload_solver.program import Choices, ProgramStep, WeightClass
-from lmoffload_solver.rounding import Level, Placement, Rounding, Stream
+from lmoffload_solver.rounding import MOST_SUBSETS_OF, Level, Placement, Rounding, Stream
 from lmoffload_solver.schedule import aligned_bytes
 from lmoffload_solver.simulate import StagedStep, StepWork, pipeline, staged_pipeline
 from lmoffload_solver.variants import Variant
@@ -55,13 +57,16 @@ class Evaluator:
         self.kinds = kinds_of(model)
         stored = max(sum(counting.tensor_bytes(t) for t in counting.layer_matrices(model, n)) for n in range(model.num_layers))
         aligned = max(ladder.whole for ladder in self.roundings["layer"].ladders)
-        largest = LargestLayer(model.num_layers, stored, aligned, layers_alike(model))
+        alike = layers_alike(model)
+        self._has_sets = alike and len(counting.layer_matrices(model, 0)) <= MOST_SUBSETS_OF
+        largest = LargestLayer(model.num_layers, stored, aligned, alike)
         self.streaming: dict[Stream, Streaming] = {
             "layer": streaming_of(self.kinds, "layer", largest, self.head_bytes, prices),
             "matrix": streaming_of(self.kinds, "matrix", largest, self.head_bytes, prices),
         }
         self.block_steps = cache(self._block_steps)
-        self.sums = cache(self._sums)
+        self.sums, self.mixes = cache(self._sums), cache(self._mixes)
+        self.layer_sets = cache(lambda stream: LayerSets(self.roundings[stream], prices))
 
     def room(self, candidate: Candidate, head_at_home: bool) -> int:
         """Bytes for homes and ring buffers of the matrices."""
@@ -149,13 +154,42 @@ class Evaluator:
                 )
         return tuple(found)
 
+    def has_mixes(self, candidate: Candidate) -> bool:
+        """Whether `mixes` are known: layers are alike, with every set of their matrices, and stream whole or through one buffer."""
+        return self._has_sets and (candidate.stream == "layer" or not candidate.prefetch_depth)
+
+    def _mixes(self, candidate: Candidate) -> list[Mix]:
+        sums, (load, store) = self.sums(candidate)
+        seconds = [one for block in self.prices.blocks(candidate.block_rows) for one in self._steps_of(candidate, block)]
+        lookup, piece = (np.array(column) for column in zip(*((one.lookup, one.piece) for one in seconds), strict=True))
+        steps = Steps(sums, lookup, piece, load, store, self._turns(candidate))
+        rooms = {head_at_home: self.room(candidate, head_at_home) for head_at_home in (True, False)}
+        return self.layer_sets(candidate.stream).mixes(rooms, candidate.prefetch_depth, self._contention(candidate), steps)
+
+    def _turns(self, candidate: Candidate) -> tuple[Turns, ...] | None:
+        """Of each block, what is loaded and stored of every layer in turn with computing it; None where layers differ in that."""
+        if not candidate.kv_on_disk:
+            return ()
+        if candidate.kv_on_disk < self.model.num_layers or len(set(self.model.layers)) > 1:
+            return None
+        found = []
+        for block in self.prices.blocks(candidate.block_rows):
+            moved = self.prices.transfers(self.variant.kv_format).of(self.model.layers[0], block, candidate.micro_batch)
+            batches = [self._steps_of(candidate, Block(*rows, 1)) for rows in block.micro_batches(candidate.micro_batch)]
+            found.append(Turns.of(moved, [[min(one.layers) for one in batch] for batch in batches]))
+        return tuple(found)
+
     def placements(self, candidate: Candidate) -> Iterator[Placement]:
         """Whole-tensor placements to simulate."""
         rounding, depth = self.roundings[candidate.stream], candidate.prefetch_depth
+        mixes = self.mixes(candidate) if self.has_mixes(candidate) and not rounding.few else []
         for head_at_home in (True, False):
             room = self.room(candidate, head_at_home)
             if room >= 0 and self.kv_fits_disk(candidate):
-                yield from rounding.every(room, depth, head_at_home) if rounding.few else rounding.placements(room, depth, head_at_home)
+                found = rounding.every(room, depth, head_at_home) if rounding.few else rounding.placements(room, depth, head_at_home)
+                yield from found
+                mixed = (self.layer_sets(candidate.stream).placed(mix, depth) for mix in mixes if mix.head_at_home == head_at_home)
+                yield from (placement for placement in mixed if placement.memory_bytes <= room and placement not in found)
 
     def has_all(self, candidate: Candidate) -> bool:
         """Whether `placements` are all there are."""

@@ -168,7 +168,7 @@ class Rounding:
         self._units = sum(np.array([lv.num_streaming for lv in levels]) * n for levels, n in zip(best, counts, strict=True))
         self._slot = np.array([max(lv.slot for lv in levels) for levels in zip(*best, strict=True)])
         self.layers_aligned = sum(ladder.whole for ladder in self.ladders)
-        self.all_bytes = self.layers_aligned + self._homes(True, True)
+        self.all_bytes = self.layers_aligned + self.homes(True, True)
         self.num_units = sum(ladder.most_parts for ladder in self.ladders)
         self.few = math.prod(len(ladder.every) for ladder in self.ladders) <= FEW_PLACEMENTS
         """Whether all placements are tried."""
@@ -229,7 +229,7 @@ class Rounding:
                 known[tensor.format] = TensorPlan(format=tensor.format, tier="disk" if known is disk else "host")
         return {t.name: (disk if t.name in on_disk else host)[t.format] for t in model.tensors}
 
-    def _homes(self, head_at_home: bool, embedding_at_home: bool) -> int:
+    def homes(self, head_at_home: bool, embedding_at_home: bool) -> int:
         head = aligned_bytes(self.head_bytes) if head_at_home else 0
         return head + (aligned_bytes(self.embedding_bytes) if embedding_at_home and self.embedding_bytes else 0)
 
@@ -238,7 +238,7 @@ class Rounding:
         pieces = 0 if head_at_home else 1
         slots = np.minimum(depth + 1, self._units + pieces)
         slot = self._slot if head_at_home else np.where(self._slot > 0, self._slot, aligned_bytes(self._first_piece(0)))
-        need = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - self._streamed + slots * slot
+        need = self.homes(head_at_home, embedding_at_home) + self.layers_aligned - self._streamed + slots * slot
         fitting = self._buffers[need <= budget]
         if (self.model.num_layers > FEW_LAYERS and depth) or len(fitting) <= BUFFER_SIZES_TRIED:
             return [int(size) for size in fitting[:BUFFER_SIZES_TRIED]]
@@ -253,7 +253,7 @@ class Rounding:
         best = [ladder.at_most(buffer, sparse) for ladder in self.ladders]
         most = sum(level.aligned for level in best)
         _, slots, slot = self._ring(best, depth, head_at_home)
-        homes = self._homes(head_at_home, embedding_at_home)
+        homes = self.homes(head_at_home, embedding_at_home)
         spare = budget - homes - (self.layers_aligned - most) - slots * slot
         goal = max(0, most - max(0, spare))
         placement = self._streaming(goal, best, buffer, depth, head_at_home, embedding_at_home, sparse is not None)
@@ -273,7 +273,7 @@ class Rounding:
         """The placement in which the layers stream these levels."""
         pieces, slots, slot = self._ring(layers, depth, head_at_home)
         streamed = sum(level.aligned for level in layers)
-        home = self._homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
+        home = self.homes(head_at_home, embedding_at_home) + self.layers_aligned - streamed
         return Placement(tuple(layers), head_at_home, embedding_at_home, pieces, slots, slot, home)
 
     def _levels(self, goal: int, best: Sequence[Level], buffer: int, sparse: bool) -> list[Level]:

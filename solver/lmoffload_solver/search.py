@@ -1,9 +1,10 @@
 """The discrete choices around the program: kernel per phase, micro-batch, number of micro-batches, compute threads, prefetch depth.
 
-The domain is finite and stated by `Domain`. Closed-form bounds are taken of all of it; the linear program tightens those of the most
-promising; candidates are rounded to whole tensors and simulated in order of their bound, until the next bound is no better than the best
-simulated plan. Where the sets of whole matrices are few, all are tried, and that plan is then the best of all for the simulated time;
-elsewhere rounding is a rule that tries some, and what is left unproven, down to the lowest bound, is the plan's gap.
+The domain is finite and stated by `Domain`. Closed-form bounds are taken of all of it; the sets of a layer's matrices tighten them, or
+where these tell nothing the linear program those of the most promising; candidates are rounded to whole tensors and simulated in order of
+their bound, until the next bound is no better than the best simulated plan. Where the sets of whole matrices are few, all are tried, and
+that plan is then the best of all for the simulated time; elsewhere rounding is a rule that tries some, and what is left unproven, down to
+the lowest bound, is the plan's gap.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from lmoffload_solver.workload import Limits, Workload
 __all__ = ["Infeasible", "Optimal", "Outcome", "TimedOut", "solve"]
 
 MOST_PROGRAMS = 24
-"""Candidates whose bound the linear program tightens before they are simulated; for the many after them simulating at once is cheaper."""
+"""Candidates whose bound the linear program tightens before they are simulated; for the many after them simulating at once is cheaper.
+Those of which mixes of sets are known need none."""
 
 MOST_PROOFS = 48
 """Candidates whose bound it tightens afterwards, to tell how near the plan is to the best."""
@@ -185,7 +187,7 @@ class Search:
             if self.cut_short or idle > PATIENCE:
                 self._unproven.append((bound, number, candidate, tight))
                 break
-            if not tight and self.programs_solved < MOST_PROGRAMS:
+            if not tight and (self._has_mixes(candidate) or self.programs_solved < MOST_PROGRAMS):
                 bound = max(bound, self.tightened(candidate))
                 if bound < float("inf"):
                     heapq.heappush(heap, (self._order(bound, candidate), number, bound, candidate, True))
@@ -200,12 +202,12 @@ class Search:
     def _proven(self, best_s: float) -> float:
         """Seconds that nothing goes below: the lowest of what was left open, tightened while that is worth it."""
         heapq.heapify(self._unproven)
-        tightened = 0
+        before = self.programs_solved
         while self._unproven and self._unproven[0][0] < best_s:
             bound, number, candidate, tight = self._unproven[0]
-            if tight or bound >= best_s * (1 - NEAR) or tightened >= MOST_PROOFS or time.perf_counter() > self.deadline:
+            enough = bound >= best_s * (1 - NEAR) or self.programs_solved - before >= MOST_PROOFS
+            if tight or enough or time.perf_counter() > self.deadline:
                 return bound
-            tightened += 1
             heapq.heapreplace(self._unproven, (max(bound, self.tightened(candidate)), number, candidate, True))
         return best_s
 
@@ -225,10 +227,16 @@ class Search:
         return Bounds(self.prices, self.domain, self.offered)
 
     def tightened(self, candidate: Candidate) -> float:
-        """Bound by the program with whole matrices; infinite: nothing fits."""
+        """Bound by the sets of a layer's matrices, or else by the program with whole matrices; infinite: nothing fits."""
+        evaluator = self.evaluator(candidate.variant)
+        if self._has_mixes(candidate):
+            return min((mix.bound_s for mix in evaluator.mixes(candidate)), default=float("inf"))
         self.programs_solved += 1
-        solved = Program(self.evaluator(candidate.variant).program_choices(candidate), whole=True).bound_s()
+        solved = Program(evaluator.program_choices(candidate), whole=True).bound_s()
         return float("inf") if solved is None else solved
+
+    def _has_mixes(self, candidate: Candidate) -> bool:
+        return self.evaluator(candidate.variant).has_mixes(candidate)
 
     @staticmethod
     def _order(bound: float, candidate: Candidate) -> tuple[float, int]:

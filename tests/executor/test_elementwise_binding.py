@@ -27,8 +27,8 @@ def bound(family: str, pool: Pool):
     ("family", "parts"),
     [
         ("llama", {"RMSNorm", "MLP", "DecoderLayer", "Attention"}),
-        ("qwen3", {"RMSNorm", "MLP", "DecoderLayer"}),
-        ("qwen3_moe", {"RMSNorm", "MLP", "DecoderLayer"}),
+        ("qwen3", {"RMSNorm", "MLP", "DecoderLayer", "Attention"}),
+        ("qwen3_moe", {"RMSNorm", "MLP", "DecoderLayer", "Attention"}),
         ("gemma2", set()),
         ("gpt_neox", set()),
     ],

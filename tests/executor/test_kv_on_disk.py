@@ -110,7 +110,8 @@ def test_what_a_step_changes_is_stored(kind):
         cache = LayerCache.allocate(shape, lengths, formats, on_disk=True).within(memory)
         positions, before = np.array([place, min(place, 31)]), memory.clone()
         pages = cache.pages(rows, positions)
-        cache.store_tokens(rows, positions, *(torch.randn(2, 2, dim, generator=generator) for dim in (80, 48)))
+        for kept, dim in ((cache.keys, 80), (cache.values, 48)):
+            kept.store_tokens(rows, positions, torch.randn(2, 2, dim, generator=generator))
         written = torch.zeros_like(memory, dtype=torch.bool)
         for begin, end in pages:
             assert begin % PAGE_BYTES == end % PAGE_BYTES == 0

@@ -13,7 +13,7 @@ from llvmlite import ir
 from lmoffload.kernels.board import Call, emit_entry
 from lmoffload.kernels.code import ADDRESS, I64, Code, Compiled, host_machine
 from lmoffload.kernels.pool import Pool
-from lmoffload.kernels.runs import Rooms
+from lmoffload.kernels.runs import Rooms, Runs
 
 
 def count_up() -> tuple[Compiled, int]:
@@ -145,3 +145,61 @@ def test_arguments_of_two_functions_are_refused(counter: tuple[Compiled, int]) -
     other, words = count_up(), torch.zeros(1, dtype=torch.int64)
     with Pool(2) as pool, pytest.raises(AssertionError, match="one function"):
         pool.run([*calls(counter[1], words, 1), *calls(other[1], words, 1)])
+
+
+def test_works_beside_each_other_share_stages(counter: tuple[Compiled, int]) -> None:
+    """Works of two runs and of one, between two that stand alone; a shared stage's time is told by size."""
+    words, told = torch.zeros(9, dtype=torch.int64), dict[str, float]()
+    with Pool(2) as pool:
+
+        def lane(name: str, first: int, turns: tuple[int, ...], size: float) -> str:
+            def run() -> None:
+                for number in turns:
+                    pool.run(calls(counter[1], words[first : first + 2], number))
+
+            pool.timed(run, lambda seconds: told.__setitem__(name, seconds), size)
+            return name
+
+        def work() -> list[str]:
+            pool.run(calls(counter[1], words[8:], 5))
+            lanes = ("a", 0, (1, 20), 1.0), ("b", 2, (2, 30), 3.0), ("c", 4, (3,), 4.0)
+            names = pool.beside([lambda lane_of=one: lane(*lane_of) for one in lanes])  # type: ignore[misc]
+            pool.run(calls(counter[1], words[6:8], 7))
+            return names
+
+        names, runs = pool.together(work, Rooms())
+    assert names == ["a", "b", "c"] and words.tolist() == [21, 21, 32, 32, 3, 3, 7, 7, 5]
+    assert runs is not None and runs.program is not None and runs.program.num_stages == 4
+    first, second = (end - begin for begin, end in runs.spans([1, 2, 3])[1:])
+    assert told == pytest.approx({"a": first / 8 + second / 4, "b": first * 3 / 8 + second * 3 / 4, "c": first / 2})
+
+
+def test_works_beside_each_other_of_which_one_must_wait(counter: tuple[Compiled, int]) -> None:
+    words = torch.zeros(3, dtype=torch.int64)
+    with Pool(2) as pool:
+
+        def waiting() -> int:
+            pool.run(calls(counter[1], words[1:2], 1))
+            pool.settle()
+            return int(words[1])
+
+        works: list[Callable[[], object]] = [lambda: pool.run(calls(counter[1], words[:1], 1)), waiting]
+        assert pool.beside(works) == [None, 1]
+        assert pool.together(lambda: pool.beside(works), Rooms()) == ([None, 2], None)
+    assert words.tolist() == [2, 2, 0]
+
+
+def test_runs_in_a_row(counter: tuple[Compiled, int]) -> None:
+    words, told = torch.zeros(4, dtype=torch.int64), list[float]()
+    with Pool(2) as pool:
+
+        def work(first: int) -> None:
+            pool.timed(lambda: pool.run(calls(counter[1], words[first : first + 2], 3)), told.append)
+
+        parts = [pool.together(lambda first=first: work(first), Rooms())[1] for first in (0, 2)]  # type: ignore[misc]
+        row, ends = Runs.in_a_row([one for one in parts if one is not None])
+        told.clear()
+        pool.again(row)
+    spans = row.spans(ends)
+    assert words.tolist() == [6] * 4 and ends == [1, 2]
+    assert told == pytest.approx([end - begin for begin, end in spans]) and spans[0][1] == spans[1][0]

@@ -13,8 +13,8 @@ import torch
 from lmoffload.kernels import decode_attention as module
 from lmoffload.kernels.code import host_machine
 from lmoffload.kernels.codec import CODECS
-from lmoffload.kernels.decode_attention import decode_attention, reference_decode_attention, share_pairs
-from lmoffload.kernels.kv_rows import keys_of, values_of
+from lmoffload.kernels.decode_attention import Newest, decode_attention, reference_decode_attention, share_pairs
+from lmoffload.kernels.kv_rows import Memo, keys_of, values_of
 from lmoffload.kernels.pool import Pool
 from lmoffload_solver import counting
 from lmoffload_solver.formats import KV_FORMATS
@@ -231,3 +231,33 @@ def test_jobs_cover_all_work_once():
     ):
         ranges = share_pairs(spans, kv_heads, floats, threads)
         assert [first for first, _ in ranges] == [0, *[end for _, end in ranges[:-1]]] and ranges[-1][1] == len(spans) * kv_heads
+
+
+@pytest.mark.parametrize("formats", [(kind, kind) for kind in KV_FORMATS] + [("fp32", "int8"), ("int4-g32", "bf16")])
+@pytest.mark.parametrize(("kv_heads", "dim", "value_dim"), [(2, 64, 64), (3, 80, 80), (1, 5, 17), (2, 33, 128)])
+def test_new_tokens_are_stored_as_tokens_are(kv_heads, dim, value_dim, formats):
+    """The kernel stores the bytes that `store_tokens` does, at the end of a group and of a ring too, and attends to them."""
+    lengths = np.array([1, 31, 32, 33, 63, 64, 100, 41])
+    for ring in (None, 40):
+        one, two = (Cache(lengths.tolist(), kv_heads, kv_heads, dim, value_dim, formats, ring) for _ in range(2))
+        new = random(len(lengths), kv_heads, dim, seed=1), random(len(lengths), kv_heads, value_dim, seed=2)
+        for kept, given in zip((one.keys, one.values), new, strict=True):
+            kept.store_tokens(one.rows, lengths - 1, given)
+        q = random(len(lengths), kv_heads, dim)
+        with Pool(2) as pool:
+            expected, found = one.attend(q, pool), two.attend(q, pool, newest=Newest(*new, lengths, Memo()))
+        assert torch.equal(one.keys.data, two.keys.data) and torch.equal(one.values.data, two.values.data)
+        assert torch.equal(expected, found)
+
+
+def test_lengths_may_grow_where_a_memo_is_kept(pool):
+    """The same array, counted on; work is shared out for what it may grow to."""
+    lengths, memo = np.array([40, 7]), Memo()
+    cache = Cache([200, 130], 4, 2, 64, 64)
+    q = random(2, 4, 64)
+    for _ in range(5):
+        options = {"scaling": 0.1, "pool": pool}
+        newest = Newest(random(2, 2, 64), random(2, 2, 64), np.array([200, 130]), memo)
+        found = decode_attention(q, cache.keys, cache.values, cache.rows, lengths, newest=newest, **options)
+        assert torch.equal(found, decode_attention(q, cache.keys, cache.values, cache.rows, lengths.copy(), **options))
+        lengths += 20

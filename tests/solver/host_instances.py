@@ -69,6 +69,12 @@ def random_instance(seed: int) -> HostInstance:
     return _instance(chance, num_layers, matrices, quality, fixed=True)
 
 
+def deeper_instance(seed: int) -> HostInstance:
+    """A small one of two to four layers of three matrices."""
+    chance = random.Random(seed)
+    return _instance(chance, chance.randint(2, 4), 3, chance.choice(["exact", "exact", "int8"]), fixed=True)
+
+
 def larger_instance(seed: int) -> HostInstance:
     """One of as many layers and as large matrices as models have, with blocks free."""
     chance = random.Random(seed)
