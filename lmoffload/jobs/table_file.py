@@ -132,11 +132,18 @@ def _plain(value: Any) -> Any:
 
 def _write_csv(file: IO[bytes], rows: Iterable[Row], columns: Sequence[str]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({name: json.dumps(value) if isinstance(value, list) else value for name, value in row.items()} for row in rows)
+    text.write(",".join(map(_quoted, columns)) + "\n")
+    for row in rows:
+        text.write(",".join(_quoted(row.get(name)) for name in columns) + "\n")
     text.flush()
     text.detach()
+
+
+def _quoted(value: Any) -> str:
+    """A cell. Python 3.10's own writer refuses a NUL, which a model may well say."""
+    cell = "" if value is None else json.dumps(value) if isinstance(value, list) else str(value)
+    quoted = cell.replace('"', '""')
+    return f'"{quoted}"' if set(cell) & set(',"\r\n') else cell
 
 
 def _write_parquet(file: IO[bytes], rows: Iterable[Row], columns: Sequence[str]) -> None:

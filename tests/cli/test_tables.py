@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ ROWS: list[dict[str, Any]] = [
     {"id": "c", "messages": [{"role": "user", "content": "Ünd?"}], "max_new_tokens": 4},
     {"id": "d", "prompt": "007", "max_new_tokens": 3, "top_k": 1, "stop": ["5"]},
 ]  # fmt: skip
+NUL = "\ue000"
 COLUMNS = tuple(dict.fromkeys(name for row in ROWS for name in row))
 
 
@@ -45,11 +47,13 @@ def read(path: Path) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
         return rows
     if path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            return [
-                row | {name: json.loads(row[name]) for name in ("token_ids", "prompt_tokens")} | {"error": row["error"] or None}
-                for row in csv.DictReader(file)
-            ]
+        text = path.read_bytes().decode().replace("\0", NUL)  # Python 3.10's reader refuses it
+        return [
+            {name: cell.replace(NUL, "\0") for name, cell in row.items()}
+            | {name: json.loads(row[name]) for name in ("token_ids", "prompt_tokens")}
+            | {"error": row["error"] or None}
+            for row in csv.DictReader(io.StringIO(text, newline=""))
+        ]
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
