@@ -65,7 +65,8 @@ class HiddenStates:
         if arrived is None:
             self._accelerator.memory.charge(hidden.untyped_storage().nbytes(), "hidden states")
         else:
-            hidden.set_(arrived.view(hidden.dtype).view(hidden.shape))  # type: ignore[call-overload]
+            given = arrived[: hidden.nbytes]  # products of few rows leave room behind them, which is moved too
+            hidden.set_(given.view(hidden.dtype).view(hidden.shape))  # type: ignore[call-overload]
         storage = hidden.untyped_storage()
         self._kept[batch] = _Kept(storage, storage.nbytes())
 

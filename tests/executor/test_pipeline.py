@@ -39,3 +39,12 @@ def test_keys_and_values_in_each_place_at_every_stage(tiny, expected, tmp_path, 
     )  # fmt: skip
     plan = device_plan(checkpoint, decision, LENGTHS, NEW_TOKENS)
     assert generate(checkpoint, plan, tmp_path) == expected("llama", num_layers=3)
+
+
+def test_hidden_states_of_fewer_rows_than_products_compute(tiny, expected, tmp_path):  # noqa: F811
+    """Tokens that are not padded, in products that are: what lies behind the rows is no part of them."""
+    sizes = {"num_layers": 2, "dtype": "bf16", "head_dim": 64, "intermediate_size": 128}
+    checkpoint = tiny("llama", **sizes)
+    decision = make_decision(checkpoint.shape, hidden="device", micro_batch=3, num_micro_batches=2, pipeline=Pipeline((1, 1), 1))
+    plan = device_plan(checkpoint, decision, LENGTHS, NEW_TOKENS)
+    assert generate(checkpoint, plan, tmp_path) == expected("llama", **sizes)
