@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lmoffload.api.contestants import Given, named_values
+from lmoffload.api.limits import cores_of
 from lmoffload.api.machine import Machine, machine_of
 from lmoffload.api.model import Model, open_model
 from lmoffload.api.telling import Tell, tell_on_stderr
@@ -19,7 +20,7 @@ from lmoffload.bench.peer import Conditions
 from lmoffload.bench.peers import NAMES, names_of
 from lmoffload.bench.work import Work as Asked
 from lmoffload.errors import UsageError
-from lmoffload.profiler.limits import allowed_processors, read_limits
+from lmoffload.profiler.limits import read_limits
 from lmoffload.profiler.processor import versions
 from lmoffload.profiler.progress import Progress
 from lmoffload.settings import Settings
@@ -182,24 +183,6 @@ def _granted(options: CompareOptions, limits: Limits, path: Path, remarks: list[
     if not (options.keep_cache or os.access("/proc/sys/vm/drop_caches", os.W_OK)):
         remarks.append("The page cache cannot be emptied without root: the kernel is asked to let go of the model's files before each run.")
     return asked.model_copy(update={"enforced": enforced})
-
-
-def cores_of(text: str) -> tuple[int, ...]:
-    """Numbers of processors from a list such as "0-1,4".
-
-    Raises:
-        UsageError: it is no list, or this process may not use one of them.
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not (first.isdigit() and (last or first).isdigit()) or int(last or first) < int(first) or int(last or first) > 1 << 16:
-            raise UsageError(f"{text!r} is no list of processors; write one like 0-1,4.")
-        found += range(int(first), int(last or first) + 1)
-    missing = sorted(set(found) - set(allowed_processors()))
-    if missing:
-        raise UsageError(f"This process may not use the processor {missing[0]}.")
-    return tuple(dict.fromkeys(found))
 
 
 def with_disk_rate(profile: MachineProfile, bytes_per_s: int) -> MachineProfile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from lmoffload.errors import UsageError
@@ -17,13 +18,14 @@ def limits_of(
     disk_space: str | None = None,
     weights_memory: str | None = None,
     threads: int | None = None,
+    cores: str | None = None,
     micro_batch: int | None = None,
     num_micro_batches: int | None = None,
     solve_time: str | None = None,
     emulate_device: Sequence[str] | str | None = None,
 ) -> Limits:
     """Limits from sizes ("4GiB", "500MB"), a share of the weights ("40%"), a duration ("30s"), a device or several ("512MiB@2GB/s")
-    and counts.
+    and counts. Of a list of processors ("0-1,4") their number is taken for the threads, where these are not given.
 
     Raises:
         UsageError: a value has no meaning.
@@ -32,6 +34,8 @@ def limits_of(
     for name, count in (("threads", threads), ("micro-batch", micro_batch), ("num-micro-batches", num_micro_batches)):
         if count is not None and count < 1:
             raise UsageError(f"The number given for {name} is {count}; it must be at least 1.")
+    if cores is not None and threads is None:
+        threads = len(_listed(cores))
     host_bytes = None if host_memory is None else parse_size(host_memory)
     if host_bytes == 0:
         raise UsageError("A host memory of 0 leaves nothing to run in.")
@@ -77,3 +81,39 @@ def emulated_device_of(text: str) -> EmulatedDevice:
     if not num_bytes or not bytes_per_s:
         raise UsageError(f"The device {text!r} has no memory or no link; give both a size above 0.")
     return EmulatedDevice(memory_bytes=num_bytes, bytes_per_s=float(bytes_per_s))
+
+
+def cores_of(text: str) -> tuple[int, ...]:
+    """Numbers of processors from a list such as "0-1,4", all of which this process may use.
+
+    Raises:
+        UsageError: it is no list, or this process may not use one of them.
+    """
+    from lmoffload.profiler.limits import allowed_processors
+
+    found = _listed(text)
+    missing = sorted(set(found) - set(allowed_processors()))
+    if missing:
+        raise UsageError(f"This process may not use the processor {missing[0]}.")
+    return found
+
+
+def _listed(text: str) -> tuple[int, ...]:
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdigit() and (last or first).isdigit()) or int(last or first) < int(first) or int(last or first) > 1 << 16:
+            raise UsageError(f"{text!r} is no list of processors; write one like 0-1,4.")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(dict.fromkeys(found))
+
+
+def keep_to(cores: str) -> None:
+    """Have this process, and what it starts, run on a list of processors alone, where the system can.
+
+    Raises:
+        UsageError: see `cores_of`.
+    """
+    wanted = cores_of(cores)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, wanted)

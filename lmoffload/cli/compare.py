@@ -12,6 +12,7 @@ from lmoffload.cli.options import (
     LIMITS,
     WORK,
     AsJson,
+    Cores,
     Debug,
     EmulateDevice,
     GenLen,
@@ -63,9 +64,7 @@ def compare(
         str | None,
         typer.Option("--disk-rate", metavar="SIZE", help="Bytes read from disk per second, such as 500MB.", rich_help_panel=LIMITS),
     ] = None,
-    cores: Annotated[
-        str | None, typer.Option("--cores", metavar="LIST", help="Processors that may be used, such as 0-1,4.", rich_help_panel=LIMITS)
-    ] = None,
+    cores: Cores = None,
     peer_memory: Annotated[
         list[str] | None,
         typer.Option("--peer-memory", metavar="PEER=SIZE", help="Give one peer another memory limit.", rich_help_panel=LIMITS),

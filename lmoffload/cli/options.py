@@ -128,6 +128,10 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", metavar="N", help="Fix the number of compute threads.", rich_help_panel=LIMITS),
 ]
+Cores = Annotated[
+    str | None,
+    typer.Option("--cores", metavar="LIST", help="Processors that may be used, such as 0-1,4.", rich_help_panel=LIMITS),
+]
 MicroBatch = Annotated[
     int | None,
     typer.Option("--micro-batch", metavar="N", help="Fix the number of prompts computed at once.", rich_help_panel=LIMITS),

@@ -10,6 +10,7 @@ import typer
 from lmoffload.cli.options import (
     LIMITS,
     AsJson,
+    Cores,
     Deadline,
     Debug,
     DeviceMemory,
@@ -51,6 +52,7 @@ def plan(
     disk_space: DiskSpace = None,
     weights_memory: WeightsMemory = None,
     threads: Threads = None,
+    cores: Cores = None,
     micro_batch: MicroBatch = None,
     num_micro_batches: NumMicroBatches = None,
     solve_time: Annotated[
@@ -80,6 +82,7 @@ def plan(
         emulate_device=emulate_device,
         weights_memory=weights_memory,
         threads=threads,
+        cores=cores,
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
         solve_time=solve_time,

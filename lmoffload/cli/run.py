@@ -11,7 +11,10 @@ from lmoffload.cli.options import (
     LIMITS,
     SAMPLING,
     WORK,
+    Cores,
     Debug,
+    DeviceMemory,
+    DiskSpace,
     EmulateDevice,
     GenLen,
     HostMemory,
@@ -60,9 +63,12 @@ def run(
     prompt_len: PromptLen = None,
     gen_len: GenLen = None,
     host_memory: HostMemory = None,
+    device_memory: DeviceMemory = None,
     emulate_device: EmulateDevice = None,
+    disk_space: DiskSpace = None,
     weights_memory: WeightsMemory = None,
     threads: Threads = None,
+    cores: Cores = None,
     nice: Annotated[
         int | None,
         typer.Option("--nice", metavar="N", help="Leave processors to others: 19 takes what nobody else wants.", rich_help_panel=LIMITS),
@@ -113,7 +119,7 @@ def run(
 ) -> None:
     """Complete prompts with a model, by the best plan for them. Without prompts, on a terminal: talk with it."""
     from lmoffload.api.asking import asked_of
-    from lmoffload.api.limits import limits_of
+    from lmoffload.api.limits import keep_to, limits_of
     from lmoffload.api.work import Work
     from lmoffload.api.workflow import RunOptions, run_work
     from lmoffload.environment import on_terminal
@@ -126,12 +132,17 @@ def run(
     )  # fmt: skip
     limits = limits_of(
         host_memory=host_memory,
+        device_memory=device_memory,
+        disk_space=disk_space,
         weights_memory=weights_memory,
         emulate_device=emulate_device,
         threads=threads,
+        cores=cores if plan is None else None,  # a plan has its threads
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
     )
+    if cores is not None:
+        keep_to(cores)
     options = RunOptions(
         plan_file=plan, machine=machine, quality=asked_of(quality=quality).quality, output=output, restart=restart,
         report_file=report, trace_file=trace, nice=nice,

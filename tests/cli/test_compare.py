@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lmoffload.api.comparing import cores_of, with_disk_rate
+from lmoffload.api.comparing import with_disk_rate
+from lmoffload.api.limits import cores_of
 from lmoffload.errors import UsageError
 from tests.bench.comparisons import comparison
 from tests.cli.conftest import Call

@@ -136,6 +136,20 @@ def test_existing_output_is_never_touched_unless_asked(call: Call, profiled: Pat
     assert set(_results(Path("out.jsonl").read_text(encoding="utf-8"))) == {"1"}
 
 
+def test_a_run_keeps_to_its_processors(call: Call, profiled: Path, model: Path, expected: list[dict[str, Any]]) -> None:
+    """One processor, one thread, and the same text; in a process of its own, whose processors the kernel tells."""
+    script = (
+        "import os, sys; from lmoffload.cli.main import main; sys.argv = ['lmoffload', *sys.argv[1:]]\n"
+        "try: main()\nfinally: print(sorted(os.sched_getaffinity(0)), file=sys.stderr)"
+    )
+    cores = sorted(os.sched_getaffinity(0))[-1]
+    arguments = ["run", str(model), "-p", PROMPTS[0], "--gen-len", str(GEN_LEN), "--cores", str(cores), "--report", "report.json"]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr.splitlines()[-1] == str([cores])
+    assert done.stdout == expected[0]["completion"] + "\n"
+    assert json.loads(Path("report.json").read_text(encoding="utf-8"))["plan"]["threads"]["compute"] == 1
+
+
 def test_a_plan_made_before_is_run(call: Call, profiled: Path, model: Path, tmp_path: Path, expected: list[dict[str, Any]]) -> None:
     job = _job(*({"prompt": prompt} for prompt in PROMPTS))
     planned = call("plan", model, "--input", job, "--gen-len", GEN_LEN, "--weights-memory", "60%", "--out", "plan.json", "--json")
@@ -174,6 +188,8 @@ def test_a_plan_made_before_is_run(call: Call, profiled: Path, model: Path, tmp_
         (["-p", ""], 1, "The prompt is empty"),
         (["-p", "a", "--output", "o"], 2, "goes to standard output"),
         (["-p", "a", "--restart"], 2, "--restart belongs to --output"),
+        (["-p", "a", "--cores", "one"], 2, "no list of processors"),
+        (["-p", "a", "--cores", "65535"], 2, "may not use the processor 65535"),
         (["-p", "a", "--temperature", "-1"], 2, "temperature is -1"),
         (["-p", "a", "--top-p", "2"], 2, "top-p is 2"),
         (["-p", "a", "--report", "no/such/folder.json"], 1, "does not exist"),
