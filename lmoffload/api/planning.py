@@ -74,12 +74,15 @@ def solve_for(model: Model, machine: Machine, workload: Workload, limits: Limits
     Raises:
         NoPlanError: none exists.
         StatedError: none was found in the time given.
+        UsageError: a limit is of what the machine has not.
     """
     from lmoffload_solver.search import solve
 
     file_system = machine.disk_for(model.path)
     now = replace(machine, profile=_as_found_now(machine.profile)) if machine.is_here else machine
     profile, as_now = machine.emulating(limits.emulated_device).profile, now.emulating(limits.emulated_device).profile
+    if limits.device_memory_bytes is not None and profile.accelerator is None:
+        raise UsageError(f"The machine {profile.name} has no device whose memory --device-memory could limit.")
     if asked is not None and (asked.policy_file is not None or asked.policy != "optimal"):
         plan: Plan | None = _by_policy(model, as_now, workload, limits, asked, file_system)
     else:

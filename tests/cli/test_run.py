@@ -188,6 +188,7 @@ def test_a_plan_made_before_is_run(call: Call, profiled: Path, model: Path, tmp_
         (["-p", ""], 1, "The prompt is empty"),
         (["-p", "a", "--output", "o"], 2, "goes to standard output"),
         (["-p", "a", "--restart"], 2, "--restart belongs to --output"),
+        (["-p", "a", "--device-memory", "1GiB"], 2, "no device"),
         (["-p", "a", "--cores", "one"], 2, "no list of processors"),
         (["-p", "a", "--cores", "65535"], 2, "may not use the processor 65535"),
         (["-p", "a", "--temperature", "-1"], 2, "temperature is -1"),
