@@ -72,6 +72,7 @@ class LayerCache:
         self.keys.store_run(row, first, key, pool)
         self.values.store_run(row, first, value, pool)
 
+
 def _nothing(count: int) -> torch.Tensor:
     return torch.empty(1, dtype=torch.uint8).expand(count)
 

@@ -133,12 +133,12 @@ def _summed(module: Any, pool: Pool, ours: Set[nn.Module], recorder: Recorder | 
                 return record.do(lambda: finish(attended, hidden_states)).clone()
         embeddings = options["position_embeddings"]
         if (standing := recorder.standing) is not None:
-            if (found := recorder.arrive(module, hidden_states, embeddings)) is not None:
+            if (found := recorder.arrive(module, hidden_states, embeddings, standing)) is not None:
                 return found
             with recorder.record(module, tokens, standing) as record:
                 taken = record.take(hidden_states, *embeddings)
                 found = record.do(lambda: whole(*taken)).clone()
-            recorder.leave(module, found, embeddings)
+            recorder.leave(module, found, embeddings, standing)
             return found
         with recorder.record(module, tokens) as record:
             hidden_states, cosines, sines = record.take(hidden_states, *embeddings)

@@ -40,10 +40,11 @@ class Recorder:
     def __init__(self, runtime: Runtime, pool: Pool) -> None:
         self.runtime, self._pool = runtime, pool
         self._sizes: dict[int, tuple[Rooms, WeakKeyDictionary[object, Kept]]] = {}
-        self._left: Left | None = None
         self._follows: dict[nn.Module, nn.Module] = {}
         """By layer the one before, which has given it what it takes, untouched."""
-        self._ahead: Ahead | None = None
+        self._left: WeakKeyDictionary[object, Left] = WeakKeyDictionary()
+        self._ahead: WeakKeyDictionary[object, Ahead] = WeakKeyDictionary()
+        """By those that stand: other micro-batches may compute before their next layer."""
 
     @property
     def standing(self) -> object | None:
@@ -80,29 +81,28 @@ class Recorder:
         matrix = product.matrix
         return matrix.data.data_ptr(), matrix.format, self.runtime.kernel(matrix.format)
 
-    def arrive(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: Embeddings) -> torch.Tensor | None:
+    def arrive(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: Embeddings, standing: object) -> torch.Tensor | None:
         """Called as a layer begins whose rows stand still: what it gives, if an earlier one has computed it, too, or computes it now with
         those that follow; None: it is to be computed."""
-        standing, left = self.standing, self._left
-        if self._ahead is not None and self._ahead.hidden is hidden_states and layer in self._ahead.layers:
+        left, ahead = self._left.pop(standing, None), self._ahead.get(standing)
+        if ahead is not None and ahead.hidden is hidden_states and layer in ahead.layers:
             return hidden_states
         if left is not None and left.hidden is hidden_states and left.embeddings is embeddings:
             self._follows[layer] = left.layer
-        self._left = None
         _, kept = self._kept(hidden_states.shape[1], standing)
         if layer not in kept.chains:
             kept.chains[layer] = self._chain(layer, kept.layers)
         if (chain := kept.chains[layer]) is None:
             return None
         out = chain.do(self._pool, hidden_states, *embeddings)
-        self._ahead = Ahead(out, frozenset(chain.layers[1:]))
+        self._ahead[standing] = Ahead(out, frozenset(chain.layers[1:]))
         assert self.runtime.batch is not None
         self.runtime.batch.computed = chain.spans
         return out
 
-    def leave(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: Embeddings) -> None:
+    def leave(self, layer: nn.Module, hidden_states: torch.Tensor, embeddings: Embeddings, standing: object) -> None:
         """Called as such a layer has been computed."""
-        self._left = Left(layer, hidden_states, embeddings)
+        self._left[standing] = Left(layer, hidden_states, embeddings)
 
     def _chain(self, first: nn.Module, records: dict[nn.Module, Record]) -> Chain | None:
         """The layer and those that follow, as far as they are recorded and their weights stay where they are."""

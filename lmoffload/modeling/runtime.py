@@ -62,8 +62,8 @@ class Batch(Protocol):
 
     @property
     def standing(self) -> object | None:
-        """Stays the same while rows take one step after another that find everything where the step before did, and no other micro-batch
-        computes in between; None where that is not so."""
+        """Stays the same, and alive, while rows take one step after another and find everything where the step before did; None where that
+        is not so."""
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:

@@ -98,9 +98,22 @@ def test_layers_in_one_go_begin_where_weights_stay(tiny, seen):
     assert seen["again"] >= 2 * sum(chains), "two pairs of layers"
 
 
-def test_rows_of_several_micro_batches_are_done_in_one_go(tiny, seen):
-    checkpoint = tiny("llama", num_layers=3, **WHOLE)
-    assert run(checkpoint, micro_batch=2, num_micro_batches=3) == expected(checkpoint)
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2, 1), (1, 1, 1)])
+def test_rows_of_several_micro_batches_are_done_in_one_go(tiny, seen, sizes):
+    """Which layer follows which is known from a block of one micro-batch; then micro-batches take turns at each layer, more numbers of
+    tokens among them than records are kept of, and none goes through a layer twice."""
+    checkpoint, steps = tiny("llama", num_layers=3, **WHOLE), 8
+    texts = prompts(checkpoint.shape.vocab_size, tuple(4 + i for i in range(max(sizes) + 3 * max(sizes))))
+    plan = make_plan(checkpoint.shape, checkpoint.fingerprint, kernel="fused_dot", micro_batch=max(sizes), num_micro_batches=3)
+    most = max(sizes)
+    counts = [steps if i % most < size else 1 for size_index, size in enumerate(sizes) for i in range(most)]
+    with Engine(checkpoint, plan) as engine:
+        alone = engine.generate([Request("alone", tuple(texts[0]), steps)])
+        asked = [Request(str(i), tuple(text), count) for i, (text, count) in enumerate(zip(texts[1:], counts, strict=False))]
+        done = engine.generate(asked)
+    model = load_reference(checkpoint.path)
+    assert list(alone[0].token_ids) == greedy(model, texts[0], steps)
+    assert [list(one.token_ids) for one in done] == [greedy(model, list(one.token_ids), one.max_new_tokens) for one in asked]
     assert seen["again"]
 
 
