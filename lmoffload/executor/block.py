@@ -103,7 +103,7 @@ class BlockRunner:
         decode: Callable[[Sequence[int]], str] | None,
     ) -> Iterator[tuple[int, list[Row]]]:
         finished: list[Row] = []
-        step_begin = time.perf_counter()
+        had_prompts, step_begin = False, time.perf_counter()
         for task in tasks:
             if task.kind != "compute":
                 walk.hand_over(task)
@@ -116,12 +116,16 @@ class BlockRunner:
                 self._meter.tokens += batch.tokens_taken
                 self._meter.held_tokens += batch.tokens_held
                 self._meter.decode_tokens += batch.tokens_taken - batch.first_tokens_taken
+                had_prompts = had_prompts or batch.first_tokens_taken > 0
             if task.unit == len(self._units) - 1 and task.micro_batch == len(batches) - 1:
                 now = time.perf_counter()
                 self._meter.step(task.step, now - step_begin, full)
                 self._meter.places += sum(len(batch.rooms) for batch in batches)
                 self._meter.room_tokens += sum(sum(batch.rooms) for batch in batches)
                 step_begin = now
+                if had_prompts and self._runtime.processor.pool is not None:
+                    self._runtime.processor.pool.give_back()  # decode steps need less, and other memory meanwhile
+                had_prompts = False
                 self._meter.prompts += len(finished)
                 yield task.step, finished
                 full = full and not finished

@@ -16,6 +16,7 @@ import torch
 
 from lmoffload.executor.buffers import Slab
 from lmoffload.executor.resources import Event, HandledEvent, Queue, QueuedTask, ServedQueue, Tier
+from lmoffload.executor.turns import take_short_turns
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import DeviceProcessor, Processor
 from lmoffload_solver.errors import StatedError
@@ -65,6 +66,7 @@ class StreamQueue(ServedQueue[StreamEvent]):
 
     def _enter(self) -> None:
         torch.cuda.set_device(self._device)
+        take_short_turns()
 
     def _wait(self, before: Event) -> None:
         if isinstance(before, StreamEvent):

@@ -70,12 +70,12 @@ class DeviceSide:
             ("disk_write", 0): ThreadQueue("write-queue", disk),
         }
         for number, own in enumerate(attention):
-            queues["host_attention", number] = ThreadQueue(f"attention-{number}", own[:1])
+            queues["host_attention", number] = ThreadQueue(f"attention-{number}", own[:1], computes=True)
         stages = []
         for index, accelerator in enumerate(accelerators or accelerators_of(plan, theirs, staging)):
             queues["device", index] = accelerator.compute
             queues["upload", index], queues["download", index] = accelerator.upload, accelerator.download
-            pool = Pool(computing, theirs[index] or None)
+            pool = Pool(computing, theirs[index] or None, keeps=False)  # hidden states are emptied
             here, is_last = decision.pipeline.units_of(index, len(units)), index == count - 1
             stages.append(Stage(index, here, is_last, accelerator, pool, accelerator.processor(pool, dtype)))
         pools = tuple(Pool(attending, own or None) for own in attention)

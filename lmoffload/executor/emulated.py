@@ -63,7 +63,7 @@ class EmulatedAccelerator:
         """compute, staging: cores of the thread that computes and of those that copy."""
         self.memory = Tier("device", memory_bytes, _arena)
         self.up, self.down = HeldLink(link_bytes_per_s), HeldLink(link_bytes_per_s)
-        self.compute: Queue = ThreadQueue("device", compute)
+        self.compute: Queue = ThreadQueue("device", compute, computes=True)
         self.upload: Queue = ThreadQueue("upload", staging)
         self.download: Queue = ThreadQueue("download", staging)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lmoffload.executor import process
+from lmoffload.executor import garbage, process
 from lmoffload.executor.block import BlockRunner
 from lmoffload.executor.checks import check_bytes, check_kernels, check_room, check_rows
 from lmoffload.executor.device_batch import DeviceBatch
@@ -31,7 +31,7 @@ from lmoffload.executor.stage import bind_model
 from lmoffload.executor.stored_weights import StoredWeights
 from lmoffload.executor.waiting import Waiting
 from lmoffload.executor.weights import WeightStore
-from lmoffload.kernels.decode_attention import decode_kernel
+from lmoffload.kernels.decode_attention import compile_for
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import HostProcessor, Processor
 from lmoffload.modeling.build import build_model
@@ -111,12 +111,13 @@ class Engine:
             if isinstance(self._processor, HostProcessor):
                 check_rows(self.shape, plan)
             if isinstance(self._processor, HostProcessor) or plan.attention.host:
-                decode_kernel(plan.kv.format.key, plan.kv.format.value)  # compiled now: steps are measured
+                compile_for(plan.kv.format.key, plan.kv.format.value)
         except BaseException:
             self.close()
             raise
         for path in self._reader.buffered_files:
             self.remarks.append(f"Direct reads of {path.name} are refused by its file system; it is read through the page cache.")
+        garbage.set_aside()
 
     def generate(
         self,
@@ -260,6 +261,7 @@ class Engine:
         self._reader.close()
         self._pool.close()
         torch.set_num_threads(self._torch_threads)
+        garbage.take_back()
 
     def __enter__(self) -> Engine:
         return self

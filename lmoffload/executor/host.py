@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lmoffload.executor.resources import Event, HandledEvent, QueuedTask, ServedQueue
+from lmoffload.executor.turns import take_short_turns
 
 
 @dataclass(eq=False)
@@ -28,10 +29,15 @@ class HostEvent(HandledEvent):
 
 
 class ThreadQueue(ServedQueue[HostEvent]):
-    """A queue whose server is a thread, bound to `cores` if any."""
+    """A queue whose server is a thread.
 
-    def __init__(self, name: str, cores: Sequence[int] = ()) -> None:
-        self._cores = cores
+    Args:
+        cores: that it is bound to, if any.
+        computes: whether its tasks do; those of others wait much and work briefly.
+    """
+
+    def __init__(self, name: str, cores: Sequence[int] = (), *, computes: bool = False) -> None:
+        self._cores, self._computes = cores, computes
         super().__init__(name)
 
     def _new_event(self) -> HostEvent:
@@ -41,6 +47,8 @@ class ThreadQueue(ServedQueue[HostEvent]):
         torch.set_num_threads(1)  # of this thread: parallelism is the pools'
         if self._cores:
             os.sched_setaffinity(0, self._cores)
+        if not self._computes:
+            take_short_turns()
 
     def _wait(self, before: Event) -> None:
         before.wait()

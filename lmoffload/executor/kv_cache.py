@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lmoffload.executor.buffers import Slab
-from lmoffload.kernels.kv_rows import KVRows, Numbers, keys_of, values_of
+from lmoffload.kernels.kv_rows import KVRows, Numbers, Run, keys_of, values_of
 from lmoffload.kernels.pool import Pool
 from lmoffload_solver import counting
 from lmoffload_solver.model import LayerShape
@@ -67,10 +67,10 @@ class LayerCache:
         runs = np.split(touched, np.flatnonzero(np.diff(touched) > 1 + STORE_GAP_BYTES // PAGE_BYTES) + 1)
         return [(int(run[0]) * PAGE_BYTES, (int(run[-1]) + 1) * PAGE_BYTES) for run in runs]
 
-    def store_prompt(self, row: int, first: int, key: torch.Tensor, value: torch.Tensor, pool: Pool | None = None) -> None:
-        """Store a row's prompt from token `first` on: key [s, kv_heads, key_dim], value [s, kv_heads, value_dim]."""
-        self.keys.store_run(row, first, key, pool)
-        self.values.store_run(row, first, value, pool)
+    def store_prompts(self, runs: Sequence[Run], key: torch.Tensor, value: torch.Tensor, pool: Pool | None = None) -> None:
+        """Store packed tokens of prompts: key [tokens, kv_heads, key_dim], value [tokens, kv_heads, value_dim]."""
+        self.keys.store_runs(runs, key, pool)
+        self.values.store_runs(runs, value, pool)
 
 
 def _nothing(count: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from lmoffload.executor.packing import Packed, pack_newest, pack_prompts
 from lmoffload.executor.row import Row
 from lmoffload.executor.standing import Standing
 from lmoffload.kernels.decode_attention import Newest
+from lmoffload.kernels.kv_rows import Run
 from lmoffload.kernels.pool import timed
 from lmoffload.kernels.processor import Processor
 from lmoffload.modeling.bind import lookup
@@ -259,8 +260,8 @@ class MicroBatch:
         packed, cache, pool = self._now.packed, self.cache.layers[layer], self._processor.pool
         options: dict[str, Any] = {"scaling": scaling, "window": cache.shape.window, "softcap": softcap, "sinks": sinks}
         if self._now.phase == "prefill":
-            for piece, (begin, end) in zip(packed.pieces, packed.segments, strict=True):
-                cache.store_prompt(piece.row, piece.first, key[begin:end], value[begin:end], pool)
+            runs = [Run(piece.row, piece.first, *segment) for piece, segment in zip(packed.pieces, packed.segments, strict=True)]
+            cache.store_prompts(runs, key, value, pool)
             return timed(pool, partial(self._attend_prompts, packed, query, key, value, options), tell)
         standing = self._standing
         assert standing is not None

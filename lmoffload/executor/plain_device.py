@@ -27,7 +27,7 @@ class PlainDevice:
     def __init__(self, memory_bytes: int | None = None, device: str = "cpu") -> None:
         self.device = torch.device(device)
         self.memory = Tier("device", memory_bytes, self._zeros)
-        self.compute: Queue = ThreadQueue("device")
+        self.compute: Queue = ThreadQueue("device", computes=True)
         self.upload: Queue = ThreadQueue("upload")
         self.download: Queue = ThreadQueue("download")
 

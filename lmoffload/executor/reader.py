@@ -15,6 +15,7 @@ from lmoffload.executor.buffers import Slab
 from lmoffload.executor.direct_file import DirectFile
 from lmoffload.executor.extents import Extent
 from lmoffload.executor.pending import Pending
+from lmoffload.executor.turns import take_short_turns
 from lmoffload_solver.schedule import READ_REQUEST_BYTES
 
 
@@ -47,7 +48,7 @@ class DiskReader:
         self.native_ids: list[int] = []
         """The kernel's numbers of the threads that read."""
         self._pool = ThreadPoolExecutor(
-            threads, thread_name_prefix="lmoffload-read", initializer=lambda: self.native_ids.append(threading.get_native_id())
+            threads, thread_name_prefix="lmoffload-read", initializer=self._enter
         )
         self._queue: queue.SimpleQueue[Reading | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -107,7 +108,13 @@ class DiskReader:
         for file in self._files.values():
             file.close()
 
+    def _enter(self) -> None:
+        """What a thread that reads does first."""
+        self.native_ids.append(threading.get_native_id())
+        take_short_turns()
+
     def _serve(self) -> None:
+        take_short_turns()
         while (reading := self._queue.get()) is not None:
             try:
                 if self._stop.is_set() or not reading.ready(self._stop):

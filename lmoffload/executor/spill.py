@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmoffload.executor.pending import Pending
+from lmoffload.executor.turns import take_short_turns
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.schedule import PAGE_BYTES
 
@@ -119,6 +120,7 @@ class DiskWriter:
         self._server.join()
 
     def _serve(self) -> None:
+        take_short_turns()
         while (writing := self._queue.get()) is not None:
             try:
                 writing.begin_s = time.perf_counter()

@@ -66,7 +66,7 @@ def prefill_attention(
     heads, dim, kv_heads, value_dim = q.shape[1], q.shape[2], k.shape[1], v.shape[2]
     q, k, v = (t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous() for t in (q, k, v))
     assert q.dtype == k.dtype == v.dtype == torch.float32, "q, k and v are fp32"
-    out = torch.zeros(q.shape[0], heads, value_dim)
+    out = pool.empty(q.shape[0], heads, value_dim).zero_()
     kernel = prefill_kernel()
 
     def attend(job: PrefillJob) -> None:

@@ -16,6 +16,7 @@ half.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -152,7 +153,8 @@ def _step(codec: Codec) -> float:
 
 
 @cache
-def _encoder(name: str) -> object:
+def encoder(name: str) -> Callable[..., None]:
+    """The compiled function of a format, compiled at the first call."""
     module = ir.Module(f"lmoffload_encode_{name}")
     encode = emit_encode(module, host_machine(), CODECS[name])
     return Compiled(module).function(encode)
@@ -175,12 +177,12 @@ def encode_lines(
     if target.device.type != "cpu":
         store_encoded(x, name, target, code_places, parameter_places)
         return
-    encode = _encoder(name)
+    encode = encoder(name)
     count = x.shape[0]
 
     def some(first: int, end: int) -> None:
         addresses = target.data_ptr(), code_places.data_ptr(), parameter_places.data_ptr()
-        encode(x.data_ptr(), first, end, *addresses)  # type: ignore[operator]
+        encode(x.data_ptr(), first, end, *addresses)
 
     if pool is None or count < 2 * LINES_PER_JOB:
         some(0, count)
@@ -234,6 +236,7 @@ __all__ = [
     "PARAMETER_BYTES",
     "Codec",
     "encode_lines",
+    "encoder",
     "reference_decode",
     "reference_encode",
     "store_encoded",

@@ -15,7 +15,7 @@ from llvmlite import ir
 from lmoffload.kernels.attention import JOBS_PER_THREAD, NO_WINDOW, softcapped, weights_of
 from lmoffload.kernels.board import Call, emit_entry, real_word
 from lmoffload.kernels.code import Compiled, host_machine
-from lmoffload.kernels.codec import CODECS
+from lmoffload.kernels.codec import CODECS, encoder
 from lmoffload.kernels.decode import coefficient_floats, emit_decode
 from lmoffload.kernels.kv_rows import KVRows, Memo, Numbers, recalled
 from lmoffload.kernels.newest import STORABLE
@@ -56,6 +56,13 @@ def decode_kernel(key_format: str, value_format: str) -> DecodeKernel:
     entry = emit_entry(emit_decode(module, host_machine(), key_format, value_format))
     compiled = Compiled(module)
     return DecodeKernel(compiled.address(entry), compiled)
+
+
+def compile_for(key_format: str, value_format: str) -> None:
+    """Compile what keys and values of these formats are kept and read with: steps are measured."""
+    decode_kernel(key_format, value_format)
+    for name in {key_format, value_format} & CODECS.keys():
+        encoder(name)
 
 
 def decode_attention(

@@ -13,9 +13,9 @@ Keys are rounded to bf16 before anything else, so that neither the step nor the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,15 @@ def recalled(memo: Memo | None, make: Callable[[], Found]) -> Found:
     return memo.found  # type: ignore[no-any-return]
 
 
+class Run(NamedTuple):
+    """Tokens [begin, end) of some packed ones that belong to a row, the first of them at position `first`, after all the row has."""
+
+    row: int
+    first: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class KVRows:
     """Memory that belongs to someone else. Which class stands for a format: `keys_of`, `values_of`.
@@ -71,6 +80,10 @@ class KVRows:
 
     def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
         """Store tokens of a row, the first of them at position `first`, after all before it: new floating [tokens, heads, dim]."""
+        self.store_runs((Run(row, first, 0, new.shape[0]),), new, pool)
+
+    def store_runs(self, runs: Sequence[Run], new: torch.Tensor, pool: Pool | None = None) -> None:
+        """Store tokens of different rows: new floating [tokens, heads, dim]."""
         raise NotImplementedError
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
@@ -102,11 +115,12 @@ class PlainRows(KVRows):
         start, room = int(self.first_lines(np.array([row]))[0]), int(self.rooms[row])
         return self.lines[start : start + self.heads * room].view(self.heads, room, self.dim)
 
-    def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
-        room, end = int(self.rooms[row]), first + new.shape[0]
-        kept = min(new.shape[0], room)
-        places = slice(first, end) if end <= room else torch.arange(end - kept, end) % room
-        self._mine(row)[:, places] = new[new.shape[0] - kept :].transpose(0, 1).to(DTYPES[self.format])
+    def store_runs(self, runs: Sequence[Run], new: torch.Tensor, pool: Pool | None = None) -> None:
+        for run in runs:
+            count, room = run.end - run.begin, int(self.rooms[run.row])
+            kept, end = min(count, room), run.first + count
+            places = slice(run.first, end) if end <= room else torch.arange(end - kept, end) % room
+            self._mine(run.row)[:, places] = new[run.end - kept : run.end].transpose(0, 1).to(DTYPES[self.format])
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
         self.lines[torch.from_numpy(self._places(rows, positions))] = new.reshape(-1, self.dim).to(DTYPES[self.format])
@@ -150,19 +164,31 @@ class GroupedKeys(KVRows):
     def _newest_lines(self) -> torch.Tensor:
         return self.data.view(NEWEST).view(-1, self.dim)
 
-    def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
-        lines, begins = self._newest_lines, self._newest(np.array([row]))[0]
-        known, keys = first % LINE_ELEMENTS, new.transpose(0, 1).to(NEWEST)
-        if known:
-            keys = torch.cat((torch.stack([lines[begin : begin + known] for begin in begins.tolist()]), keys), dim=1)
-        full = keys.shape[1] // LINE_ELEMENTS
-        for begin, rest in zip(begins.tolist(), keys[:, full * LINE_ELEMENTS :], strict=True):
-            lines[begin : begin + rest.shape[0]] = rest
-        kept = min(full, int(self.rooms[row]))
-        if kept:
-            groups = keys[:, (full - kept) * LINE_ELEMENTS : full * LINE_ELEMENTS].view(self.heads, kept, LINE_ELEMENTS, self.dim)
-            last = first // LINE_ELEMENTS + full
-            self._store_groups(np.array([row]), np.arange(last - kept, last)[None, :], groups[None], pool)
+    def store_runs(self, runs: Sequence[Run], new: torch.Tensor, pool: Pool | None = None) -> None:
+        for run in runs:
+            if run.first % LINE_ELEMENTS:
+                self._go_on(run.row, run.first, new[run.begin : run.end], pool)
+        whole = np.array([run for run in runs if run.first % LINE_ELEMENTS == 0], dtype=np.int64).reshape(-1, len(Run._fields))
+        rows, firsts, begins, ends = whole.T
+        full, keys = (ends - begins) // LINE_ELEMENTS, new.to(NEWEST)
+        rest = begins + full * LINE_ELEMENTS
+        of, place = _within(ends - rest)
+        lines = torch.from_numpy((self._newest(rows)[of] + place[:, None]).reshape(-1))
+        self._newest_lines[lines] = keys[_rows(rest[of] + place)].reshape(-1, self.dim)
+        kept = np.minimum(full, self.rooms[rows])
+        of, place = _within(kept)
+        if len(of):
+            number = (full - kept)[of] + place
+            tokens = (begins[of] + number * LINE_ELEMENTS)[:, None] + np.arange(LINE_ELEMENTS)
+            groups = keys[_rows(tokens.reshape(-1))].view(len(of), LINE_ELEMENTS, self.heads, self.dim).transpose(1, 2).unsqueeze(2)
+            self._store_groups(rows[of], (firsts[of] // LINE_ELEMENTS + number)[:, None], groups, pool)
+
+    def _go_on(self, row: int, first: int, new: torch.Tensor, pool: Pool | None) -> None:
+        """Store a run that begins within a group: with what the group has already, it begins where the group does."""
+        known = first % LINE_ELEMENTS
+        held = [self._newest_lines[begin : begin + known] for begin in self._newest(np.array([row]))[0].tolist()]
+        keys = torch.cat((torch.stack(held).transpose(0, 1), new.to(NEWEST)))
+        self.store_runs((Run(row, first - known, 0, keys.shape[0]),), keys, pool)
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
         lines, full = self._newest_lines, positions % LINE_ELEMENTS == LINE_ELEMENTS - 1
@@ -236,10 +262,12 @@ class PanelValues(KVRows):
             filled = functional.pad(filled, (0, -self.dim % LINE_ELEMENTS))
         encode_lines(filled.contiguous().view(-1, LINE_ELEMENTS), self.format, self.data, *places, pool)
 
-    def store_run(self, row: int, first: int, new: torch.Tensor, pool: Pool | None = None) -> None:
-        kept = min(new.shape[0], int(self.rooms[row]))
-        end = first + new.shape[0]
-        self._encode(self._places(np.full(kept, row), np.arange(end - kept, end)), new[new.shape[0] - kept :], pool)
+    def store_runs(self, runs: Sequence[Run], new: torch.Tensor, pool: Pool | None = None) -> None:
+        rows, firsts, begins, ends = np.array(runs, dtype=np.int64).reshape(-1, len(Run._fields)).T
+        kept = np.minimum(ends - begins, self.rooms[rows])
+        of, place = _within(kept)
+        tokens = (ends - kept)[of] + place
+        self._encode(self._places(rows[of], (firsts - begins)[of] + tokens), new[_rows(tokens)], pool)
 
     def store_tokens(self, rows: Numbers, positions: Numbers, new: torch.Tensor) -> None:
         self._encode(self._places(rows, positions), new, None)
@@ -251,6 +279,19 @@ class PanelValues(KVRows):
         both = self.data[parameters[:, None] + torch.arange(PARAMETER_BYTES)].view(torch.int32)[:, 0]
         wide = reference_decode(unpack_codes(stored, self.format), both)
         return wide.view(end - first, self.heads, -1)[..., : self.dim].transpose(0, 1)
+
+
+def _within(counts: Numbers) -> tuple[Numbers, Numbers]:
+    """Of so many things each: whose each one is, and its number among them."""
+    of = np.repeat(np.arange(len(counts)), counts)
+    return of, np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _rows(index: Numbers) -> slice | torch.Tensor:
+    """For indexing: a slice, which copies nothing, where they follow one another."""
+    if len(index) and (np.diff(index) == 1).all():
+        return slice(int(index[0]), int(index[-1]) + 1)
+    return torch.from_numpy(index)
 
 
 def keys_of(format_name: str, heads: int, dim: int, data: torch.Tensor, starts: Numbers, rooms: Numbers) -> KVRows:

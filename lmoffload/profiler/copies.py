@@ -70,6 +70,7 @@ def handover_s() -> float:
 def copy_contention(pool: Pool, fastest: float, budget_s: float) -> tuple[Contention, ...]:
     """Copies held to a rate, up to `fastest` bytes per second, and linear layers on all of the pool at once, against each alone."""
     from lmoffload.executor.emulated import HeldLink
+    from lmoffload.executor.turns import take_short_turns
 
     source, target = _memories()
     compute = layer_product(pool, FORMATS[0])
@@ -79,7 +80,7 @@ def copy_contention(pool: Pool, fastest: float, budget_s: float) -> tuple[Conten
     for rate in (*(rate for rate in HELD_BYTES_PER_S if rate < fastest), fastest):
         link, end_s = HeldLink(rate), budget_s / 4
         num_bytes = min(source.numel(), max(4 * COPY_BYTES, round(rate * end_s)))
-        with ThreadPoolExecutor(1) as copier:
+        with ThreadPoolExecutor(1, initializer=take_short_turns) as copier:
             copying = copier.submit(timed, partial(link.copy, target[:num_bytes], source[:num_bytes]))
             times = [timed(compute)]
             while not copying.done():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,13 +31,15 @@ QUICK_ROWS = (1, 16, 64, 256, 1024)
 QUICK_FEW_THREADS_ROWS = (1, 64)
 """With fewer threads than there are, which few plans choose."""
 LEAST_POINTS = 2
-SHAPES = ((5632, 2048), (1536, 576))
-"""[N, K]: the feed-forward layer of a 1.1B model, and that of a 135M one."""
+SHAPES = ((5632, 2048), (1536, 576), (192, 576))
+"""[N, K]: of the feed-forward layers of a 1.1B model and of a 135M one, and of this one's keys."""
 LARGE = 1 << 22
 LONG_S = 0.015
 """A product that takes longer is run twice, without a warm-up."""
+IN_TURN = 4
+"""Inputs and outputs that are taken in turn: those of a layer's products do not meet the caches as one product's alone do."""
 MEMORY_SHARE = 6
-"""Activations and outputs of one product take at most one part in this many of the usable memory."""
+"""Inputs and outputs take at most one part in this many of the usable memory."""
 
 
 class Case(NamedTuple):
@@ -124,7 +128,7 @@ def _curve(
     """Rates at ascending M, for as long as another point is expected to fit the budget; two at least."""
     import torch
 
-    most_rows = usable_memory() // MEMORY_SHARE // (4 * (case.k + 2 * case.n))
+    most_rows = usable_memory() // MEMORY_SHARE // (4 * IN_TURN * (case.k + case.n))
     end = time.perf_counter() + budget_s
     samples: list[Sample] = []
     for index, m in enumerate(rows):
@@ -134,8 +138,8 @@ def _curve(
         is_long = expected_s > LONG_S
         if index >= LEAST_POINTS and (expected_s * (2 if is_long else 4) > left_s * 1.5 or m > most_rows):
             break
-        x = torch.randn(m, case.k, generator=torch.Generator().manual_seed(m))
-        samples.append(_sample(case, matrices, x, max(0.0, left_s) / (2 * (len(rows) - index)), call_s, is_long))
+        inputs = list(torch.randn(IN_TURN, m, case.k, generator=torch.Generator().manual_seed(m)))
+        samples.append(_sample(case, matrices, inputs, max(0.0, left_s) / (2 * (len(rows) - index)), call_s, is_long))
     return LinearCurve(
         kernel=case.kernel,
         format=case.format,
@@ -147,15 +151,19 @@ def _curve(
     )
 
 
-def _sample(case: Case, matrices: Iterator[Matrix], x: torch.Tensor, budget_s: float, call_s: float, is_long: bool) -> Sample:
+def _sample(
+    case: Case, matrices: Iterator[Matrix], inputs: Sequence[torch.Tensor], budget_s: float, call_s: float, is_long: bool
+) -> Sample:
     from lmoffload.kernels.linear import linear
     from lmoffload.kernels.runs import Rooms
     from lmoffload_solver.counting import FEW_NUMBERS
 
-    def product() -> None:
-        linear(x, next(matrices), case.kernel, case.pool)
+    in_turn, outputs = itertools.cycle(inputs), deque[torch.Tensor](maxlen=IN_TURN - 1)
 
-    few = x.numel() <= FEW_NUMBERS
+    def product() -> None:
+        outputs.append(linear(next(in_turn), next(matrices), case.kernel, case.pool))
+
+    few = inputs[0].numel() <= FEW_NUMBERS
     clock = partial(run_s, case.pool, Rooms()) if few else timed
     sample = repeat(product, budget_s, warmups=0 if is_long else 1, at_least=2 if is_long else 3, clock=clock)
     return sample if few else Sample(max(sample.median_s - call_s, sample.median_s / 2), sample.spread, sample.count)
