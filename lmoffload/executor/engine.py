@@ -13,6 +13,7 @@ import torch
 
 from lmoffload.executor import garbage, process
 from lmoffload.executor.block import BlockRunner
+from lmoffload.executor.buffers import touch
 from lmoffload.executor.checks import check_bytes, check_kernels, check_room, check_rows
 from lmoffload.executor.device_batch import DeviceBatch
 from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
@@ -39,6 +40,7 @@ from lmoffload.modeling.rotary import follows_length, switches_at
 from lmoffload.settings import Settings
 from lmoffload_solver.counting import main_format
 from lmoffload_solver.errors import StatedError
+from lmoffload_solver.memory import breakdown
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport
 from lmoffload_solver.schedule import units_of
@@ -298,6 +300,7 @@ class Engine:
             weights = WeightStore(checkpoint, plan, units, reader)
             self.stores, self._meters = [weights], [self.meter]
             check_bytes(self.stores, shape, plan)
+            touch(breakdown(shape, plan)["transient"])
             self._runtimes = [bind_model(models[0], shape, units, weights, self._processor, self.meter, layers_cut=plan.stream == "matrix")]
             return BlockRunner(models[0], units, plan, self._runtimes[0], weights, reader, self.meter, kv_folder)
         stages = device.bind(models, shape, checkpoint, plan, reader, self.meter)
