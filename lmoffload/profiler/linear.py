@@ -158,7 +158,8 @@ def _sample(
     from lmoffload.kernels.runs import Rooms
     from lmoffload_solver.counting import FEW_NUMBERS
 
-    in_turn, outputs = itertools.cycle(inputs), deque[torch.Tensor](maxlen=IN_TURN - 1)
+    in_turn = itertools.cycle(inputs)
+    outputs: deque[torch.Tensor] = deque(maxlen=IN_TURN - 1)
 
     def product() -> None:
         outputs.append(linear(next(in_turn), next(matrices), case.kernel, case.pool))
