@@ -9,6 +9,7 @@ of stdout is one JSON document.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -102,6 +103,8 @@ def run(model: Model, case: Case, plan: Plan) -> Measured:
     with Engine(model.require_checkpoint(), plan) as engine:
         engine.generate(job.requests)
         report = engine.report()
+    del engine
+    gc.collect()  # a run's memory is not the next one's
     return Measured(
         model.shape.name,
         case,

@@ -13,6 +13,8 @@ from lmoffload.executor.buffers import Slab
 from lmoffload.executor.extents import Layout, Run, lay_out, stretches_of
 from lmoffload.executor.reader import DiskReader
 from lmoffload.kernels.matrix import Matrix, reference_widen
+from lmoffload.kernels.quantize import dequantize
+from lmoffload.kernels.tiled import is_tiled, padded_tail, taken
 from lmoffload_solver.formats import format_of, stored_bytes
 from lmoffload_solver.model import ModelShape, TensorShape
 from lmoffload_solver.schedule import Piece
@@ -95,7 +97,7 @@ class StoredWeights:
     def table_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Rows of the token embedding table, [len(token_ids), hidden] fp32, from memory or by direct reads of just those rows.
 
-        Where rows are stored in tiles, whole tiles are read and widened, a few at a time.
+        Where rows are stored in tiles, whole tiles are read, a few at a time.
         """
         table = self._shape.embedding
         tile = format_of(table.format).tile_rows
@@ -107,10 +109,11 @@ class StoredWeights:
             tiles = wanted[first : first + at_once]
             places = np.flatnonzero((ids // tile >= tiles[0]) & (ids // tile <= tiles[-1]))
             rows = np.searchsorted(tiles, ids[places] // tile) * tile + ids[places] % tile
-            out[torch.from_numpy(places)] = self._widened_tiles(table, tiles, tile)[torch.from_numpy(rows)]
+            out[torch.from_numpy(places)] = self._widened_rows(table, tiles, tile, torch.from_numpy(rows))
         return out
 
-    def _widened_tiles(self, table: TensorShape, tiles: np.ndarray, tile: int) -> torch.Tensor:
+    def _widened_rows(self, table: TensorShape, tiles: np.ndarray, tile: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of those that the tiles hold."""
         ranges = [(int(i) * tile, min(int(i + 1) * tile, num_rows(table))) for i in tiles]
         if self._table:
             height = self._table[0].n
@@ -119,8 +122,12 @@ class StoredWeights:
             ]
         else:
             data = self._rows_on_disk(table, ranges)
-        gathered = Matrix(torch.cat(data).cpu(), table.format, sum(end - first for first, end in ranges), table.shape[-1])
-        return reference_widen(gathered)
+        k, last = table.shape[-1], ranges[-1][1] - ranges[-1][0]
+        if not is_tiled(table.format):
+            return reference_widen(Matrix(torch.cat(data).cpu(), table.format, sum(end - first for first, end in ranges), k))[rows]
+        if last < tile:
+            data[-1] = padded_tail(data[-1], table.format, last, k)
+        return dequantize(taken(torch.cat(data).cpu(), table.format, k, rows))
 
     def _rows_on_disk(self, table: TensorShape, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         row_bytes = stored_bytes(table.shape[-1:], table.format)

@@ -64,6 +64,23 @@ def unpack(data: torch.Tensor, format_name: str, n: int, k: int) -> Codes:
     )
 
 
+def taken(data: torch.Tensor, format_name: str, k: int, rows: torch.Tensor) -> Codes:
+    """Some rows of whole tiles. data: uint8 [tiles * 16 * row_bytes]; rows: int64 [R], of all that the tiles hold."""
+    size, groups = QUANTIZED[format_name].block_elements, k // QUANTIZED[format_name].block_elements
+    blocks, tile, row = data.view(-1, groups, TILE_ROWS * QUANTIZED[format_name].block_bytes), rows // TILE_ROWS, rows % TILE_ROWS
+    heads, begin = [], 0
+    for _ in range(1 if format_name == "int8" else 2):
+        head = blocks[..., begin : begin + 2 * TILE_ROWS].view(-1, groups, TILE_ROWS, 2)
+        heads.append(head[tile, :, row].contiguous().view(torch.float16).squeeze(-1))
+        begin += 2 * TILE_ROWS
+    lanes = blocks[..., begin:].view(len(blocks), groups, -1, TILE_ROWS, 4)[tile, :, :, row]
+    if format_name == "int8":
+        return Codes(lanes.contiguous().view(torch.int8).view(len(rows), k), heads[0], None)
+    halves = torch.stack((lanes & 15, lanes >> 4), dim=3)
+    assert halves.shape[1:] == (groups, size // 8, 2, 4), "8 columns to 4 bytes"
+    return Codes(halves.reshape(len(rows), k), heads[0], heads[1])
+
+
 def padded_tail(data: torch.Tensor, format_name: str, n: int, k: int) -> torch.Tensor:
     """The last tile, of fewer than 16 rows, as one of 16 whose further rows are zeros."""
     fmt, height = QUANTIZED[format_name], n % TILE_ROWS

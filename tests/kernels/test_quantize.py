@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmoffload.kernels.matrix import Matrix, reference_widen
-from lmoffload.kernels.quantize import quantize
-from lmoffload.kernels.tiled import Codes, pack, padded_tail, unpack
+from lmoffload.kernels.quantize import dequantize, quantize
+from lmoffload.kernels.tiled import Codes, pack, padded_tail, taken, unpack
 from lmoffload_solver.errors import StatedError
 from lmoffload_solver.formats import QUANTIZED, stored_bytes
 
@@ -64,6 +64,15 @@ def test_pack_and_unpack_are_inverse(format_name, n):
         padded = unpack(whole, format_name, (n + 15) // 16 * 16, k)
         assert torch.equal(padded.codes[:n], unpack(data, format_name, n, k).codes)
         assert not padded.codes[n:].any() and not padded.scales[n:].any()
+
+
+@pytest.mark.parametrize("format_name", QUANTIZED)
+def test_rows_are_taken_from_their_tiles(format_name):
+    weights = torch.randn(50, 3 * QUANTIZED[format_name].block_elements, generator=torch.Generator().manual_seed(1))
+    data, k, rows = quantize(weights, format_name), weights.shape[1], torch.tensor([49, 0, 17, 17, 48, 15])
+    whole = torch.cat((data[: 48 * (data.numel() // 50)], padded_tail(data, format_name, 50, k)))
+    expected = reference_widen(Matrix(data, format_name, 50, k))[rows]
+    assert torch.equal(dequantize(taken(whole, format_name, k, rows)), expected)
 
 
 @settings(deadline=None, max_examples=40)
