@@ -26,9 +26,3 @@ class Slab:
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-
-
-def touch(num_bytes: int) -> None:
-    """Have the system give so much memory once, and take it back. On a virtual machine, memory that its host has to give takes ten times
-    as long as what was in use a moment ago; it then takes that long as an engine is opened, not in the midst of a first step."""
-    Slab(num_bytes).bytes.zero_()

@@ -75,7 +75,7 @@ class DeviceSide:
         for index, accelerator in enumerate(accelerators or accelerators_of(plan, theirs, staging)):
             queues["device", index] = accelerator.compute
             queues["upload", index], queues["download", index] = accelerator.upload, accelerator.download
-            pool = Pool(computing, theirs[index] or None, keeps=False)  # hidden states are emptied
+            pool = Pool(computing, theirs[index] or None)
             here, is_last = decision.pipeline.units_of(index, len(units)), index == count - 1
             stages.append(Stage(index, here, is_last, accelerator, pool, accelerator.processor(pool, dtype)))
         pools = tuple(Pool(attending, own or None) for own in attention)

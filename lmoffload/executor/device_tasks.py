@@ -180,7 +180,9 @@ class DeviceTasks:
         if reached == self._parts.shape.num_layers:
             block.hidden.drop(number, empty=True)
         elif reached is None:
-            batch = block.batches[number]
+            batch, pool = block.batches[number], block.stage.processor.pool
+            if step == 0 and pool is not None:
+                pool.give_back()  # decode steps need less
             self.finished.setdefault(step, []).extend(batch.take_tokens(self._stop_ids, self._decode))
             taken = self.taken.get(step, Taken())
             self.taken[step] = Taken(taken.tokens + batch.tokens_taken, taken.held + batch.tokens_held)

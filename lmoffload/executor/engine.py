@@ -13,7 +13,6 @@ import torch
 
 from lmoffload.executor import garbage, process
 from lmoffload.executor.block import BlockRunner
-from lmoffload.executor.buffers import touch
 from lmoffload.executor.checks import check_bytes, check_kernels, check_room, check_rows
 from lmoffload.executor.device_batch import DeviceBatch
 from lmoffload.executor.device_runner import DeviceParts, DeviceRunner
@@ -32,6 +31,7 @@ from lmoffload.executor.stage import bind_model
 from lmoffload.executor.stored_weights import StoredWeights
 from lmoffload.executor.waiting import Waiting
 from lmoffload.executor.weights import WeightStore
+from lmoffload.executor.working import touch_working
 from lmoffload.kernels.decode_attention import compile_for
 from lmoffload.kernels.pool import Pool
 from lmoffload.kernels.processor import HostProcessor, Processor
@@ -40,7 +40,6 @@ from lmoffload.modeling.rotary import follows_length, switches_at
 from lmoffload.settings import Settings
 from lmoffload_solver.counting import main_format
 from lmoffload_solver.errors import StatedError
-from lmoffload_solver.memory import breakdown
 from lmoffload_solver.plan import Plan
 from lmoffload_solver.report import RunReport
 from lmoffload_solver.schedule import units_of
@@ -110,6 +109,7 @@ class Engine:
         self._reader = DiskReader(checkpoint.files, plan.threads.get("disk_io", 1))
         try:
             self._blocks = self._bound(models, checkpoint, self._kv_folder(cache))
+            touch_working(self.shape, plan)
             if isinstance(self._processor, HostProcessor):
                 check_rows(self.shape, plan)
             if isinstance(self._processor, HostProcessor) or plan.attention.host:
@@ -300,7 +300,6 @@ class Engine:
             weights = WeightStore(checkpoint, plan, units, reader)
             self.stores, self._meters = [weights], [self.meter]
             check_bytes(self.stores, shape, plan)
-            touch(breakdown(shape, plan)["transient"])
             self._runtimes = [bind_model(models[0], shape, units, weights, self._processor, self.meter, layers_cut=plan.stream == "matrix")]
             return BlockRunner(models[0], units, plan, self._runtimes[0], weights, reader, self.meter, kv_folder)
         stages = device.bind(models, shape, checkpoint, plan, reader, self.meter)

@@ -46,14 +46,13 @@ class Pool:
     Args:
         threads: at least 1.
         cores: the cores to bind to, one for each thread, or None; the first is the caller's, who binds itself if it wants to.
-        keeps: memory of large results is kept for others; without, a result's storage can be emptied.
     """
 
-    def __init__(self, threads: int, cores: Sequence[int] | None = None, *, keeps: bool = True) -> None:
+    def __init__(self, threads: int, cores: Sequence[int] | None = None) -> None:
         assert threads >= 1, "a pool needs a thread"
         assert cores is None or len(cores) >= threads, "a pool needs a core for each thread"
         self.threads = threads
-        self.pages = Pages() if keeps else None
+        self._pages = Pages()
         self._running = threading.Lock()
         self._owner: int | None = None
         self._closed = False
@@ -150,14 +149,11 @@ class Pool:
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Room for what a run writes, contents undefined. Whole rows are written where the first dimension is rows."""
-        if (later := self._mine) is not None:
-            return later.rooms.take(shape, dtype)
-        return torch.empty(shape, dtype=dtype) if self.pages is None else self.pages.empty(shape, dtype)
+        return self._pages.empty(shape, dtype) if (later := self._mine) is None else later.rooms.take(shape, dtype)
 
     def give_back(self) -> None:
         """Give back to the system what is kept for results and in no use."""
-        if self.pages is not None:
-            self.pages.give_back()
+        self._pages.give_back()
 
     @property
     def _mine(self) -> Later | None:

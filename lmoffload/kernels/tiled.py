@@ -65,20 +65,19 @@ def unpack(data: torch.Tensor, format_name: str, n: int, k: int) -> Codes:
 
 
 def taken(data: torch.Tensor, format_name: str, k: int, rows: torch.Tensor) -> Codes:
-    """Some rows of whole tiles. data: uint8 [tiles * 16 * row_bytes]; rows: int64 [R], of all that the tiles hold."""
-    size, groups = QUANTIZED[format_name].block_elements, k // QUANTIZED[format_name].block_elements
-    blocks, tile, row = data.view(-1, groups, TILE_ROWS * QUANTIZED[format_name].block_bytes), rows // TILE_ROWS, rows % TILE_ROWS
-    heads, begin = [], 0
-    for _ in range(1 if format_name == "int8" else 2):
-        head = blocks[..., begin : begin + 2 * TILE_ROWS].view(-1, groups, TILE_ROWS, 2)
-        heads.append(head[tile, :, row].contiguous().view(torch.float16).squeeze(-1))
-        begin += 2 * TILE_ROWS
-    lanes = blocks[..., begin:].view(len(blocks), groups, -1, TILE_ROWS, 4)[tile, :, :, row]
+    """Some rows of whole tiles. data: uint8 [tiles * 16 * row_bytes], 4-byte aligned; rows: int64 [R], of all that the tiles hold."""
+    fmt, tile, row = QUANTIZED[format_name], rows // TILE_ROWS, rows % TILE_ROWS
+    size, groups, num_heads = fmt.block_elements, k // fmt.block_elements, 1 if format_name == "int8" else 2
+    words = data.view(torch.int32).view(-1, groups, TILE_ROWS * fmt.block_bytes // 4)
+    first = num_heads * TILE_ROWS // 2
+    heads = words[..., :first][tile].view(torch.float16).view(len(rows), groups, num_heads, TILE_ROWS)
+    scales, *minima = (heads[torch.arange(len(rows)), :, i, row] for i in range(num_heads))
+    lanes = words[..., first:].view(len(words), groups, -1, TILE_ROWS)[tile, :, :, row].view(torch.uint8).view(len(rows), groups, -1, 4)
     if format_name == "int8":
-        return Codes(lanes.contiguous().view(torch.int8).view(len(rows), k), heads[0], None)
+        return Codes(lanes.view(torch.int8).view(len(rows), k), scales, None)
     halves = torch.stack((lanes & 15, lanes >> 4), dim=3)
     assert halves.shape[1:] == (groups, size // 8, 2, 4), "8 columns to 4 bytes"
-    return Codes(halves.reshape(len(rows), k), heads[0], heads[1])
+    return Codes(halves.view(len(rows), k), scales, minima[0])
 
 
 def padded_tail(data: torch.Tensor, format_name: str, n: int, k: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lmoffload.profiler.curves import least_squares
 from lmoffload.profiler.samples import repeat, summarize
-from lmoffload.profiler.tiny import LINEARS_PER_LAYER, StepTime, decode_times, write_tiny_checkpoint
+from lmoffload.profiler.tiny import LINEARS_PER_LAYER, StepTime, decode_times, device_layer_s, write_tiny_checkpoint
 from lmoffload_solver import counting
 from lmoffload_solver.machine import Overheads
 
@@ -55,6 +55,7 @@ def measure_overheads(
         few = {pool.threads: _times(checkpoint, FEW_ROWS, steps, pool.threads) for pool in pools}
         many = _times(checkpoint, MANY_ROWS, steps, pools[0].threads)
         by_python = _times(checkpoint, FEW_ROWS, steps, pools[0].threads, "matrix")
+        on_device = device_layer_s(checkpoint, rows=FEW_ROWS, steps=steps, threads=pools[-1].threads, kernel=SMALL_KERNEL)
     tell("a layer's products alone")
     rests = {pool.threads: few[pool.threads].layer_s - _products_s(pool, budget_s * 0.2 / len(pools)) for pool in pools}
     call_s = product_s(pools[0], 16, 16, budget_s * 0.05, PAUSE_S)
@@ -63,6 +64,7 @@ def measure_overheads(
     return Overheads(
         layer_s=max(0.0, alone - LINEARS_PER_LAYER * call_s),
         python_layer_s=max(0.0, by_python.layer_s - few[pools[0].threads].layer_s),
+        device_layer_s=max(0.0, on_device - few[pools[-1].threads].layer_s),
         step_s=max(0.0, least - FEW_ROWS * row_s - call_s),
         row_s=row_s,
         linear_call_s={threads: call_s + max(0.0, rest - alone) / LINEARS_PER_LAYER for threads, rest in rests.items()},

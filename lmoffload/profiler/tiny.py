@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from lmoffload_solver.accelerator import EmulatedDevice
 from lmoffload_solver.counting import kv_bytes
 from lmoffload_solver.formats import stored_bytes
 from lmoffload_solver.plan import (
@@ -19,14 +20,17 @@ from lmoffload_solver.plan import (
     TensorPlan,
     WeightsPlan,
 )
-from lmoffload_solver.workload import Workload
+from lmoffload_solver.workload import Limits, Workload
 
 if TYPE_CHECKING:
     from lmoffload.checkpoint import Checkpoint
+    from lmoffload.executor import Request
 
 NUM_LAYERS = 4
 LINEARS_PER_LAYER = 7
 PROMPT_TOKENS = 8
+LINK = EmulatedDevice(memory_bytes=2**28, bytes_per_s=4e9)
+"""Of the emulated device: a layer's weights pass while it computes."""
 
 
 class StepTime(NamedTuple):
@@ -70,12 +74,11 @@ def decode_times(
     recorded."""
     import numpy as np
 
-    from lmoffload.executor import Engine, Request
+    from lmoffload.executor import Engine
 
     plan = _resident_plan(checkpoint, rows, PROMPT_TOKENS + steps, threads, kernel).model_copy(update={"stream": stream})
     with Engine(checkpoint, plan, keep_spans=True) as engine:
-        requests = [Request(str(i), tuple((i + j) % 128 for j in range(PROMPT_TOKENS)), steps) for i in range(rows)]
-        engine.generate(requests)
+        engine.generate(_requests(rows, steps))
         spans = [span for span in engine.meter.spans if span.task.kind == "compute"]
     layers: dict[int, float] = {}
     begins: dict[int, float] = {}
@@ -88,6 +91,42 @@ def decode_times(
     layer_s = float(np.median([layers[step] for step in measured])) / NUM_LAYERS
     step_s = float(np.median([begins[step + 1] - begins[step] for step in measured]))
     return StepTime(layer_s, max(0.0, step_s - NUM_LAYERS * layer_s))
+
+
+def device_layer_s(checkpoint: Checkpoint, *, rows: int, steps: int, threads: int, kernel: str) -> float:
+    """Median seconds of a layer of an emulated device, to which weights, keys and values come over a link: two micro-batches of `rows`
+    prompts. The first layer, in which the step begins, is left out."""
+    import numpy as np
+
+    from lmoffload.executor import Engine
+
+    plan = _streaming_plan(_resident_plan(checkpoint, rows, PROMPT_TOKENS + steps, threads, kernel))
+    with Engine(checkpoint, plan, keep_spans=True) as engine:
+        engine.generate(_requests(2 * rows, steps))
+        spans = [span for span in engine.meter.spans if span.task.kind == "compute"]
+    return float(np.median([span.end_s - span.begin_s for span in spans if span.task.step >= 2 and 1 <= span.task.unit < NUM_LAYERS]))
+
+
+def _requests(count: int, steps: int) -> list[Request]:
+    from lmoffload.executor import Request
+
+    return [Request(str(i), tuple((i + j) % 128 for j in range(PROMPT_TOKENS)), steps) for i in range(count)]
+
+
+def _streaming_plan(plan: Plan) -> Plan:
+    """The same in two micro-batches, computed on an emulated device, its weights, keys and values on the host."""
+    homes = tuple((layer, batch, "host") for layer in range(NUM_LAYERS) for batch in range(2))
+    return plan.model_copy(
+        update={
+            "limits": Limits(emulated_device=LINK),
+            "workload": Workload.of_lengths([PROMPT_TOKENS] * 2 * plan.micro_batch, plan.workload.gen_len),
+            "num_micro_batches": 2,
+            "attention": AttentionPlace(prefill="device", decode="device", host_share=0),
+            "kv": plan.kv.model_copy(update={"homes": homes, "bytes": {"host": 2 * plan.kv.bytes["host"]}}),
+            "hidden": HiddenPlan(tier="device"),
+            "threads": {**plan.threads, "staging": 1, "host_attention": 1},
+        }
+    )
 
 
 def _resident_plan(checkpoint: Checkpoint, rows: int, tokens: int, threads: int, kernel: str) -> Plan:

@@ -77,6 +77,7 @@ def _machine(machine: MachineProfile) -> RenderableType:
         ),
         ("a layer's fixed cost", format_seconds(overheads.layer_s)),
         ("the same said by Python, more", format_seconds(overheads.python_layer_s)),
+        ("the same on an emulated device, more", format_seconds(overheads.device_layer_s)),
         ("a step's fixed cost", format_seconds(overheads.step_s)),
         *(
             (f"handing on a product, {format_number(threads, 'thread')}", format_seconds(cost))

@@ -203,6 +203,7 @@ def _scaled(machine: MachineProfile, reading: _Reading) -> MachineProfile:
         update={
             "layer_s": at.layer_s * fixed,
             "python_layer_s": at.python_layer_s * fixed,
+            "device_layer_s": at.device_layer_s * fixed,
             "step_s": at.step_s * fixed,
             "row_s": at.row_s * fixed,
             "elementwise_bytes_per_s": at.elementwise_bytes_per_s / elementwise,

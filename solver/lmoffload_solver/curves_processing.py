@@ -40,7 +40,10 @@ class CurvesProcessing:
     def layer_s(self, model: ModelShape, layer: int, tensors: Matrices, tokens: Amount, share: int, more_s: Amount) -> Amount:
         assert share == 1, "layers are computed whole"
         rows = np.asarray(tokens, dtype=np.float64)
-        return self.device.layer_seconds(self._kind(model, (), layer), ANY_FORMAT_KERNEL, rows) + self.task_s + more_s
+        kind, overheads = self._kind(model, (), layer), self.device.machine.overheads
+        by_python = np.where(rows > kind.few_tokens, overheads.python_layer_s, 0.0)  # is in a layer's seconds already
+        more_s = more_s + np.maximum(overheads.device_layer_s - by_python, 0.0)
+        return self.device.layer_seconds(kind, ANY_FORMAT_KERNEL, rows) + self.task_s + more_s
 
     def head_s(self, model: ModelShape, rows: Amount) -> Amount:
         return self._head_s(model.head.format, ANY_FORMAT_KERNEL, model, rows) + self.task_s

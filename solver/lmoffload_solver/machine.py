@@ -127,6 +127,9 @@ class Overheads(Value):
     python_layer_s: float = Field(default=0.0, ge=0)
     """The same more where a layer's work is not recorded and done again, but said by Python each time: with more tokens, in layers that are
     cut at matrices, or of experts. 0 where it was not measured."""
+    device_layer_s: float = Field(default=0.0, ge=0)
+    """The same more on an emulated device, to which weights, keys and values come meanwhile: the threads that copy and this one's Python
+    stand in each other's way. 0 where it was not measured."""
     step_s: float = Field(ge=0)
     """Per micro-batch and step, outside the layers (embedding lookup, norm, head's own overhead, sampling)."""
     row_s: float = Field(ge=0)

@@ -1,15 +1,12 @@
 """Memory of large results: used again, never shared, never more kept than was in use at once."""
 
-import gc
 import threading
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmoffload.kernels.pages import LEAST_BYTES, Pages
-from lmoffload.kernels.pool import Pool
 
 MIB = 2**20
 
@@ -90,15 +87,3 @@ def test_results_never_share_and_no_more_is_kept_than_was_in_use(steps):
         kept = pages.kept_bytes
         most = max(most, pages._used_bytes)
         assert pieces <= pages._used_bytes and pages._used_bytes + kept <= most
-
-
-@pytest.mark.parametrize("keeps", [True, False])
-def test_a_pool_that_keeps_nothing_gives_storages_that_can_be_emptied(keeps):
-    with Pool(1, keeps=keeps) as pool:
-        result = pool.empty(2 * MIB)
-        if not keeps:
-            result.untyped_storage().resize_(0)
-        del result
-        gc.collect()
-        assert keeps == (pool.pages is not None and pool.pages.kept_bytes > 0)
-        pool.give_back()
