@@ -61,10 +61,10 @@ class HiddenStates:
         """The forward of a micro-batch goes on with `hidden`; what it went on with before is dropped. What has arrived takes the place of
         what the forward began with here."""
         self.drop(batch)
-        if not hidden.untyped_storage().resizable():  # memory that is used again (`kernels.pages`)
-            hidden.set_(hidden.clone())  # type: ignore[call-overload]
         arrived = self._arrived.pop(batch, None)
         if arrived is None:
+            if not hidden.untyped_storage().resizable():  # memory that is used again (`kernels.pages`)
+                hidden.set_(hidden.clone())  # type: ignore[call-overload]
             self._accelerator.memory.charge(hidden.untyped_storage().nbytes(), "hidden states")
         else:
             given = arrived[: hidden.nbytes]  # products of few rows leave room behind them, which is moved too

@@ -102,10 +102,12 @@ class StoredWeights:
         table = self._shape.embedding
         tile = format_of(table.format).tile_rows
         ids = np.asarray(token_ids, dtype=np.int64)
-        if tile > 1 and len(self._table) == 1 and ids.max(initial=0) < num_rows(table) // tile * tile:
-            whole = self._table[0].data[: num_rows(table) // tile * tile * self._table[0].row_bytes]
-            return dequantize(taken(whole, table.format, table.shape[-1], torch.from_numpy(ids))).cpu()
-        out = torch.empty(len(ids), table.shape[-1])
+        out, whole = torch.empty(len(ids), table.shape[-1]), num_rows(table) // tile * tile
+        if tile > 1 and len(self._table) == 1 and ids.max(initial=0) < whole:
+            held, chosen = self._table[0].data[: whole * self._table[0].row_bytes], torch.from_numpy(ids)
+            for some, place in zip(chosen.split(TABLE_ROWS_AT_ONCE), out.split(TABLE_ROWS_AT_ONCE), strict=True):
+                place.copy_(dequantize(taken(held, table.format, table.shape[-1], some)))
+            return out
         wanted = np.unique(ids // tile)  # only the table's last tile is short, and it comes last
         at_once = max(1, TABLE_ROWS_AT_ONCE // tile)
         for first in range(0, len(wanted), at_once):
