@@ -105,7 +105,7 @@ class StoredWeights:
         out, whole = torch.empty(len(ids), table.shape[-1]), num_rows(table) // tile * tile
         if tile > 1 and len(self._table) == 1 and ids.max(initial=0) < whole:
             held, chosen = self._table[0].data[: whole * self._table[0].row_bytes], torch.from_numpy(ids)
-            for some, place in zip(chosen.split(TABLE_ROWS_AT_ONCE), out.split(TABLE_ROWS_AT_ONCE), strict=True):
+            for some, place in zip(torch.split(chosen, TABLE_ROWS_AT_ONCE), torch.split(out, TABLE_ROWS_AT_ONCE), strict=True):
                 place.copy_(dequantize(taken(held, table.format, table.shape[-1], some)))
             return out
         wanted = np.unique(ids // tile)  # only the table's last tile is short, and it comes last
