@@ -37,7 +37,7 @@ SHARES = {
     "conversion": (1.0, 4.0),
     "attention": (5.0, 30.0),
     "quantize": (0.2, 1.0),
-    "overheads": (9.5, 20.0),
+    "overheads": (12.0, 24.0),
     "contention": (2.0, 12.0),
     "default threads": (3.5, 6.0),
 }
