@@ -1,4 +1,4 @@
-"""Steps against what the machine allows: the disk's rate where reading binds, the layers' own kernels back to back where computing does.
+"""Runs against what the machine allows: the disk's rate where reading binds, the layers' own kernels back to back where computing does.
 
 python -m benchmarks.limits MODEL...      Llamas, such as `lmoffload make-dummy shape:llama-1.1b DIR --layers 6` makes
 The machine's profile must be there. Under a limit of reading, run it through benchmarks/limited; the disk is measured anew within it.
@@ -32,8 +32,10 @@ from lmoffload_solver.report import RunReport
 from lmoffload_solver.schedule import READ_REQUEST_BYTES, units_of
 
 READING = (Case("exact", 16, 64, 8, 0.3), Case("int8", 16, 64, 8, 0.3), Case("int4", 32, 64, 8, 0.2))
-COMPUTING = (Case("exact", 16, 64, 8), Case("int8", 32, 64, 8), Case("int4", 16, 64, 8))
-REPEATS = 5
+COMPUTING = (Case("exact", 16, 64, 24), Case("int8", 16, 64, 24), Case("int4", 16, 64, 24))
+REPEATS = 9
+WARM_STEPS = 3
+"""From then on rows stand: their layers are done again as they were recorded."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,23 @@ class Held:
         return self.measured_s / self.limit_s
 
 
-def run(model: Model, case: Case, plan: Plan) -> RunReport:
-    """Of a run on synthetic prompts, the second of two: the first one makes a store, too."""
+def run(model: Model, case: Case, plan: Plan) -> tuple[RunReport, dict[int, float]]:
+    """Of the second of two runs on synthetic prompts (the first one makes a store, too): its report, and seconds of the layers by step."""
     from lmoffload.executor import Engine, Sampling  # loads torch, whose environment `main` prepares
     from lmoffload.jobs.job import Options, synthetic_job
 
     job = synthetic_job(model.shape, case.num_prompts, case.prompt_len, Options(case.gen_len, Sampling(temperature=0.0), ()))
     for _ in range(2):
-        with Engine(model.require_checkpoint(), plan) as engine:
+        layers: dict[int, float] = {}
+        with Engine(model.require_checkpoint(), plan, keep_spans=True) as engine:
             engine.generate(job.requests)
             report = engine.report()
+            for span in engine.meter.spans:
+                if span.task.kind == "compute" and engine.units[span.task.unit].kind == "layer":
+                    layers[span.task.step] = layers.get(span.task.step, 0.0) + span.end_s - span.begin_s
         del engine
         gc.collect()
-    return report
+    return report, layers
 
 
 def reading(model: Model, machine: MachineProfile) -> Iterator[Held]:
@@ -75,7 +81,7 @@ def reading(model: Model, machine: MachineProfile) -> Iterator[Held]:
         best = DiskCosts(machine.disks[0], plan.threads["disk_io"]).best_rate(READ_REQUEST_BYTES)
         limit_s = counting.moved_bytes(units_of(model.shape, plan)) / best
         if plan.binding == "disk_read":
-            yield Held(model.shape.name, in_words(plan), "decode step", "reading", run(model, case, plan).measured.step_s, limit_s)
+            yield Held(model.shape.name, in_words(plan), "decode step", "reading", run(model, case, plan)[0].measured.step_s, limit_s)
 
 
 def computing(model: Model, machine: MachineProfile) -> Iterator[Held]:
@@ -83,22 +89,21 @@ def computing(model: Model, machine: MachineProfile) -> Iterator[Held]:
     for case in COMPUTING:
         plan = planned(model, machine, case)
         assert plan is not None, "the weights fit"
-        report, tokens = run(model, case, plan), plan.micro_batch * case.prompt_len
-        attention = {one.phase: 0.0 for one in report.performed.attentions}
-        for one in report.performed.attentions:
-            attention[one.phase] += one.seconds
-        blocks = plan.num_micro_batches * -(-case.num_prompts // (plan.micro_batch * plan.num_micro_batches))
-        prefill_s = blocks * kernels_s(model, plan, plan.kernels.prefill, tokens, plan.micro_batch) + attention["prefill"]
-        steps = (case.gen_len - 1) * -(-case.num_prompts // (plan.micro_batch * plan.num_micro_batches))
-        step_s = plan.num_micro_batches * kernels_s(model, plan, plan.kernels.decode, plan.micro_batch, plan.micro_batch)
-        step_s += attention["decode"] / steps
-        yield Held(model.shape.name, in_words(plan), "prefill", "computing", report.measured.prefill_s, prefill_s)
-        yield Held(model.shape.name, in_words(plan), "decode step", "computing", report.measured.step_s, step_s)
+        assert case.num_prompts == plan.micro_batch * plan.num_micro_batches, "one block"
+        report, layers = run(model, case, plan)
+        for phase, kernel, tokens, measured_s in (
+            ("prefill", plan.kernels.prefill, plan.micro_batch * case.prompt_len, layers[0]),
+            ("decode", plan.kernels.decode, plan.micro_batch, statistics.median(layers[step] for step in layers if step >= WARM_STEPS)),
+        ):
+            steps = 1 if phase == "prefill" else case.gen_len - 1
+            attention_s = sum(one.seconds for one in report.performed.attentions if one.phase == phase) / steps
+            limit_s = plan.num_micro_batches * kernels_s(model, plan, kernel, tokens) + attention_s
+            yield Held(model.shape.name, in_words(plan), f"layers, {phase}", "computing", measured_s, limit_s)
 
 
-def kernels_s(model: Model, plan: Plan, kernel: str, tokens: int, rows: int) -> float:
-    """Median seconds of all kernels of the model's layers but attention, over so many tokens, and of its output head over `rows`: one call
-    right after another, few tokens without Python between them, weights as large as the model's, in turn."""
+def kernels_s(model: Model, plan: Plan, kernel: str, tokens: int) -> float:
+    """Median seconds of all kernels of the model's layers but attention, over so many tokens: one call right after another, few tokens
+    without Python between them, weights as large as the model's, in turn."""
     import torch
 
     from lmoffload.kernels.elementwise import add, rms_norm, rotate, silu_gate
@@ -108,7 +113,7 @@ def kernels_s(model: Model, plan: Plan, kernel: str, tokens: int, rows: int) -> 
 
     shape, layer = model.shape, model.shape.layers[0]
     by_format: dict[str, list[tuple[int, int]]] = {}
-    for tensor in [t for i in range(shape.num_layers) for t in counting.layer_matrices(shape, i)] + [shape.head]:
+    for tensor in (t for i in range(shape.num_layers) for t in counting.layer_matrices(shape, i)):
         by_format.setdefault(plan.weights.tensors[tensor.name].format, []).append(counting.matrix_size(tensor))
     slabs = {fmt: WeightSlab(1 << 30) for fmt in by_format}
     found = {(fmt, size): slabs[fmt].matrices(fmt, *size) for fmt, sizes in by_format.items() for size in dict.fromkeys(sizes)}
@@ -135,7 +140,6 @@ def kernels_s(model: Model, plan: Plan, kernel: str, tokens: int, rows: int) -> 
         def whole() -> None:
             for index in range(shape.num_layers):
                 runs[index]() if few else layer_kernels(index)
-            product(hidden[:rows].contiguous(), shape.head.name)
 
         runs = []
         if few:
